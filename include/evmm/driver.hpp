@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <evmm/types.hpp>
+#include <evmm/unique_fd.hpp>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace [[gnu::visibility("default")]] evmm {
+
+/// A driver's name for one piece of physical memory (CUmemGenericAllocationHandle).
+enum class allocation_handle : std::uint64_t {};
+
+/// What leaves the process to share a handle over NVLink fabric (CUmemFabricHandle).
+using fabric_handle = std::array<std::byte, 64>;
+
+enum class driver_kind : std::uint8_t { host, cuda };
+
+/// How handles can leave the process.
+enum class share_kind : std::uint8_t {
+  none,
+  fd,      ///< POSIX file descriptor, within one operating system
+  fabric,  ///< fabric handle, within one NVLink domain
+};
+
+/// The driver itself.
+struct driver_info {
+  driver_kind kind = driver_kind::host;
+  std::string name;             ///< "cuda" or "host"
+  std::string version;          ///< "13.0 (580.159.04)", as far as the driver tells
+  bool fd_sharing = false;      ///< export_fd works
+  bool fabric_sharing = false;  ///< proved by creating, exporting and importing a handle
+};
+
+/// One device.
+struct device_description {
+  device_id id;
+  std::string name;
+  std::string pci_bus_id;  ///< "0000:1b:00.0", lower case; empty on the host driver
+  std::size_t total_bytes = 0;
+  std::optional<numa_node> host_node;  ///< what the driver says is near; a hint, may be wrong
+  int multiprocessors = 0;             ///< 0 on the host driver
+  bool rdma_capable = false;           ///< GPUDirect RDMA with VMM memory
+  bool host_memory = false;            ///< HOST_NUMA memory can be created and mapped
+};
+
+struct memory_usage {
+  std::size_t free_bytes = 0;
+  std::size_t total_bytes = 0;
+};
+
+/// What create() makes.
+struct allocation_request {
+  std::size_t bytes = 0;  ///< a multiple of granularity(where)
+  memory_location where;
+  share_kind share = share_kind::fd;
+  bool rdma = false;  ///< ask for GPUDirect RDMA; DEVICE only
+};
+
+enum class access_kind : std::uint8_t { none, read, read_write };
+
+/// Who may touch a mapped range. A host location means the CPUs.
+struct access_grant {
+  memory_location who;
+  access_kind kind = access_kind::read_write;
+  friend bool operator==(const access_grant&, const access_grant&) = default;
+};
+
+enum class capture_status : std::uint8_t { none, active, invalidated };
+
+struct capture_info {
+  capture_status status = capture_status::none;
+  std::uint64_t id = 0;  ///< unique among the process's captures; 0 when there is none
+};
+
+/// The seam to the machine: each member is one primitive of the CUDA driver, and everything above
+/// it is written against this class alone.
+///
+/// Addresses: as CUDA's virtual memory management has them. Physical memory is created by handle
+///   and mapped, whole and at offset 0, into a reserved range; a mapping keeps the memory alive
+///   after release().
+/// Units: bytes. Sizes and addresses given to reserve, create, map, unmap and set_access are
+///   multiples of granularity().
+/// Threads: every member may be called from any thread at any time.
+/// Streams: members that take a stream return before the work is done; all others are finished
+///   when they return, and none of the memory members waits for a running kernel.
+/// Errors: invalid_argument for what the caller could have known, out_of_memory from create,
+///   unsupported, and driver_error with the native code for the rest; a failed call changed
+///   nothing. A call in a forked child is an invalid_argument: CUDA does not survive a fork.
+class driver {
+ public:
+  driver(const driver&) = delete;
+  driver& operator=(const driver&) = delete;
+  virtual ~driver() = default;
+
+  // --- what is here ---------------------------------------------------------------------------
+
+  virtual driver_info info() const = 0;
+  virtual int device_count() const = 0;
+  /// Throws invalid_argument for a device that does not exist.
+  virtual device_description describe(device_id device) const = 0;
+  /// Free and total bytes of a device (all processes) or of a NUMA node.
+  virtual memory_usage usage(memory_location where) const = 0;
+  /// Whether `from` can load and store memory of `to`; true for a device and itself.
+  virtual bool can_access(device_id from, device_id to) const = 0;
+  /// NUMA nodes that have memory, ascending. Not each can serve create(): prove it by trying.
+  virtual std::vector<numa_node> numa_nodes() const = 0;
+
+  // --- addresses ------------------------------------------------------------------------------
+
+  /// The unit of reserve, create, map and access at this location; a power of two.
+  virtual std::size_t granularity(memory_location where) const = 0;
+  /// Reserves addresses without memory. `alignment` is a power of two, 0 for the granularity;
+  /// `hint` is tried first and honoured when free. Cost: microseconds, whatever the size.
+  virtual address reserve(std::size_t bytes, std::size_t alignment = 0, address hint = 0) = 0;
+  /// Gives a reserved range back, whole. Nothing may be mapped in it.
+  virtual void free(address base, std::size_t bytes) = 0;
+
+  // --- physical memory ------------------------------------------------------------------------
+
+  /// Creates physical memory. Cost: tens of us for DEVICE; about 250 ms a GiB for HOST_NUMA,
+  /// whose pages are zeroed and pinned (FACTS: 2.6-4.1 GiB/s, no faster with threads).
+  /// Throws out_of_memory; invalid_argument for a location that does not exist.
+  virtual allocation_handle create(const allocation_request& request) = 0;
+  /// Drops the caller's reference. Memory still mapped somewhere, or imported by another
+  /// process, lives on.
+  virtual void release(allocation_handle handle) = 0;
+
+  // --- mapping --------------------------------------------------------------------------------
+
+  /// Maps the whole handle at `at`, inside one reserved range where nothing is mapped. It cannot
+  /// be touched until set_access.
+  virtual void map(address at, std::size_t bytes, allocation_handle handle) = 0;
+  /// Unmaps exactly one earlier map(). The caller has made sure that no stream uses it.
+  virtual void unmap(address at, std::size_t bytes) = 0;
+  /// Sets who may touch [at, at + bytes), which is fully mapped and ends on mapping boundaries.
+  /// Those not named keep what they had. Cost: 27 us (2 MiB) to 440 us (256 MiB) for the owner,
+  /// about 20 ms a GiB for another GPU.
+  virtual void set_access(address at, std::size_t bytes, std::span<const access_grant> grants) = 0;
+
+  // --- sharing --------------------------------------------------------------------------------
+
+  /// A new descriptor that stands for the memory; the caller closes it.
+  virtual unique_fd export_fd(allocation_handle handle) = 0;
+  /// A handle to the memory behind `fd`, from this or another process of this machine. The caller
+  /// keeps the descriptor, and releases the handle. `request` is what the owner created: the
+  /// driver does not tell it.
+  virtual allocation_handle import_fd(int fd, const allocation_request& request) = 0;
+  /// Throws unsupported unless info().fabric_sharing.
+  virtual fabric_handle export_fabric(allocation_handle handle) = 0;
+  virtual allocation_handle import_fabric(const fabric_handle& shared,
+                                          const allocation_request& request) = 0;
+
+  // --- streams and events ---------------------------------------------------------------------
+
+  /// A stream that does not synchronise with the default stream.
+  virtual native_stream create_stream(device_id device) = 0;
+  /// Work already enqueued still runs.
+  virtual void destroy_stream(native_stream stream) = 0;
+  /// Blocks until all work enqueued so far is done. Rethrows what that work failed with.
+  virtual void synchronize(native_stream stream) = 0;
+  /// Whether all work enqueued so far is done.
+  virtual bool idle(native_stream stream) = 0;
+  /// An event without timing; not recorded counts as done.
+  virtual native_event create_event(device_id device) = 0;
+  virtual void destroy_event(native_event event) = 0;
+  virtual void record(native_event event, native_stream stream) = 0;
+  /// Whether the work before the latest record is done.
+  virtual bool done(native_event event) = 0;
+  virtual void synchronize(native_event event) = 0;
+  /// Later work of `stream` waits for `event`, without blocking the caller.
+  virtual void wait(native_stream stream, native_event event) = 0;
+
+  // --- work -----------------------------------------------------------------------------------
+
+  /// Copies between any two mapped ranges, or ordinary host memory, in stream order.
+  virtual void copy(address to, address from, std::size_t bytes, native_stream stream) = 0;
+  /// Sets each byte.
+  virtual void fill(address at, std::byte value, std::size_t bytes, native_stream stream) = 0;
+  /// Runs `function` on a host thread in stream order. It may not call the driver; on the host
+  /// driver this is also how "kernels" run.
+  virtual void launch(native_stream stream, std::function<void()> function) = 0;
+  /// Whether the stream is being captured into a graph, and into which.
+  virtual capture_info capture(native_stream stream) const = 0;
+
+ protected:
+  driver() = default;
+};
+
+/// Whether a CUDA driver and at least one GPU are here. Loads libcuda on the first call.
+/// `why_not`, when given, receives the reason.
+bool cuda_available(std::string* why_not = nullptr);
+
+/// The CUDA driver. Throws unsupported, saying what is missing, when there is none.
+std::shared_ptr<driver> make_cuda_driver();
+
+/// The driver that EVMM_DRIVER names (`cuda` or `host`), else CUDA when there is a GPU, else the
+/// host driver with options from the environment. Throws invalid_argument for any other name.
+std::shared_ptr<driver> make_driver();
+
+/// The process's driver, made by make_driver() at the first call.
+std::shared_ptr<driver> default_driver();
+/// Replaces it; for tests and for programs that choose by themselves.
+void set_default_driver(std::shared_ptr<driver> replacement);
+
+}  // namespace gnu::visibility("default")]]evmm

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+# Flags that everything shares, and short ways to declare libraries and programs.
+
+add_library(evmm_flags INTERFACE)
+set(evmm_warnings -Wall -Wextra)
+if(EVMM_WARNINGS_AS_ERRORS)
+  list(APPEND evmm_warnings -Werror)
+endif()
+target_compile_options(evmm_flags INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:${evmm_warnings}>")
+if(EVMM_HAVE_CUDA)
+  # CMake 3.25 refuses CUDA_STANDARD 20 with nvcc 13, so it is asked for by option.
+  list(JOIN evmm_warnings "," evmm_cuda_warnings)
+  target_compile_options(evmm_flags INTERFACE
+    "$<$<COMPILE_LANGUAGE:CUDA>:--std=c++20;--expt-relaxed-constexpr;-Xcompiler=${evmm_cuda_warnings}>")
+endif()
+if(EVMM_SANITIZE)
+  target_compile_options(evmm_flags INTERFACE
+    "$<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${EVMM_SANITIZE};-fno-omit-frame-pointer;-fno-sanitize-recover=all>")
+  target_link_options(evmm_flags INTERFACE "-fsanitize=${EVMM_SANITIZE}")
+endif()
+if(EVMM_DEBUG_CHECKS)
+  target_compile_definitions(evmm_flags INTERFACE EVMM_DEBUG_CHECKS=1)
+endif()
+
+# A library of the package: evmm_library(core) makes evmm_core, evmm::core.
+function(evmm_library name)
+  add_library(evmm_${name})
+  add_library(evmm::${name} ALIAS evmm_${name})
+  set_target_properties(evmm_${name} PROPERTIES EXPORT_NAME ${name}
+    VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR})
+  target_include_directories(evmm_${name}
+    PUBLIC "$<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>"
+           "$<BUILD_INTERFACE:${PROJECT_BINARY_DIR}/include>"
+           "$<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>"
+    PRIVATE "${PROJECT_SOURCE_DIR}")
+  target_compile_features(evmm_${name} PUBLIC cxx_std_20)
+  target_link_libraries(evmm_${name} PRIVATE "$<BUILD_INTERFACE:evmm_flags>")
+endfunction()
+
+# A program: evmm_program(name SOURCES ... LIBRARIES ...). Internal headers are in reach.
+function(evmm_program name)
+  cmake_parse_arguments(arg "" "" "SOURCES;LIBRARIES" ${ARGN})
+  add_executable(${name} ${arg_SOURCES})
+  target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}")
+  target_link_libraries(${name} PRIVATE evmm_flags ${arg_LIBRARIES})
+endfunction()

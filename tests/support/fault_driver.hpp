@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <evmm/driver.hpp>
+#include <evmm/error.hpp>
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace evmm::test {
+
+/// The members of `driver` that can be made to fail, or that change what is alive.
+enum class driver_call {
+  usage,
+  reserve,
+  free,
+  create,
+  release,
+  map,
+  unmap,
+  set_access,
+  export_fd,
+  import_fd,
+  export_fabric,
+  import_fabric,
+  create_stream,
+  destroy_stream,
+  synchronize_stream,
+  create_event,
+  destroy_event,
+  record,
+  done,
+  synchronize_event,
+  wait,
+  copy,
+  fill,
+  launch,
+};
+const char* to_string(driver_call call);
+
+/// What exists through a driver at one moment; equal before and after means nothing leaked.
+struct alive_counts {
+  std::size_t ranges = 0, handles = 0, mappings = 0, streams = 0, events = 0;
+  std::size_t reserved_bytes = 0, created_bytes = 0, mapped_bytes = 0;
+  std::size_t descriptors = 0;  ///< open descriptors of the process
+  friend bool operator==(const alive_counts&, const alive_counts&) = default;
+};
+std::string to_string(const alive_counts& counts);
+
+/// A driver that passes calls on to another, fails the one it is told to fail, counts what is
+/// alive, and records the sequence of calls. Clean-up calls (release, free, unmap, destroy_*) are
+/// failed only when asked for by kind. Thread-safe.
+class fault_driver : public driver {
+ public:
+  static std::shared_ptr<fault_driver> make(std::shared_ptr<driver> inner);
+
+  /// Fails the `nth` (from 0) call from now on that may fail routinely: everything but release,
+  /// free, unmap, destroy_*, synchronize_* and done. One shot.
+  virtual void fail_call(std::size_t nth,
+                         error_category category = error_category::driver_error) = 0;
+  /// Fails the `nth` call of one kind from now on. One shot.
+  virtual void fail_call(driver_call kind, std::size_t nth,
+                         error_category category = error_category::driver_error) = 0;
+  /// Takes back a failure that has not happened; true when it had happened.
+  virtual bool disarm() = 0;
+
+  virtual alive_counts alive() const = 0;
+  /// Calls since the last clear_record(), in order of completion.
+  virtual std::vector<driver_call> record_of_calls() const = 0;
+  virtual void clear_record() = 0;
+};
+
+/// Holds a stream still: work enqueued after construction waits until open() or destruction.
+/// Built on driver::launch, so it works on both drivers.
+class stream_gate {
+ public:
+  stream_gate(driver& on, native_stream stream);
+  ~stream_gate();
+  stream_gate(const stream_gate&) = delete;
+  stream_gate& operator=(const stream_gate&) = delete;
+  void open();
+  /// Blocks until the stream has reached the gate.
+  void wait_reached();
+
+ private:
+  struct state;
+  std::shared_ptr<state> state_;
+};
+
+}  // namespace evmm::test
