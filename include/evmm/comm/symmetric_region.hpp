@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <evmm/comm/bootstrap.hpp>
+#include <evmm/device/symmetric_view.cuh>
+#include <evmm/driver.hpp>
+#include <evmm/region.hpp>
+#include <evmm/topology.hpp>
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <vector>
+
+namespace [[gnu::visibility("default")]] evmm {
+
+struct symmetric_options {
+  /// This rank's device. Ranks may share one.
+  device_id device{0};
+  /// Addresses for each rank, equal on all ranks; rounded up to the granularity. A rank reserves
+  /// this once for each rank of its node.
+  std::size_t reserve = 0;
+  /// As in region_options; equal on all ranks; at most 64.
+  std::size_t max_segments = 32;
+  /// Freed handles of this rank kept for reuse, in bytes.
+  std::size_t cache_limit = std::size_t{1} << 30;
+  /// Node or nodes of this rank's host tier.
+  host_placement host = {};
+  /// Whether the CPUs may touch host segments, this rank's and its peers'.
+  bool cpu_access = true;
+  /// Try for the same base address on all ranks of the job. Best effort: see same_address().
+  bool same_address = false;
+};
+
+/// A region of the same size and the same segments on every rank, each rank's part mapped by every
+/// rank of its node: peer(r) + offset is the same object everywhere.
+///
+/// Addresses: stable from construction to close(). peer(r) is local() + (node rank of r - own) x
+///   stride.
+/// Units: bytes, multiples of the granularity.
+/// Threads: one thread at a time, and the calls marked collective by all ranks in the same order.
+/// Streams: changes that take memory away first wait for the streams in `uses`, each rank for its
+///   own; name every stream that touches the affected bytes of any rank's part.
+/// Errors: a collective change happens on all ranks, or on none: then every rank throws the same
+///   error, which names the rank that failed, and every rank's region is as it was. A rank that
+///   dies makes the others throw within the bootstrap's timeout; their region is then closed to
+///   further changes (peer_error), its memory intact until close().
+class symmetric_region {
+ public:
+  /// Collective over all ranks of the bootstrap. Throws invalid_argument when `reserve` or
+  /// `max_segments` differ between ranks.
+  symmetric_region(std::shared_ptr<bootstrap> ranks, std::shared_ptr<driver> on,
+                   const symmetric_options& options);
+  symmetric_region(symmetric_region&&) noexcept;
+  symmetric_region& operator=(symmetric_region&&) noexcept;
+  /// Local: unmaps and releases without telling anybody. Peers that still map this rank's memory
+  /// keep it alive.
+  ~symmetric_region();
+
+  /// Collective: waits for `in_use` everywhere, then unmaps everything and releases it. Every
+  /// other member is an invalid_argument afterwards; a second close does nothing.
+  void close(const uses& in_use = {});
+
+  // --- local queries --------------------------------------------------------------------------
+
+  rank_id rank() const noexcept;
+  int size_ranks() const noexcept;
+  std::byte* local() const;
+  /// Base of a node peer's part. Throws unsupported for a rank of another node.
+  std::byte* peer(rank_id rank) const;
+  bool reachable(rank_id rank) const;
+  std::size_t size() const noexcept;
+  std::size_t reserved() const noexcept;
+  std::size_t granularity() const noexcept;
+  std::uint64_t epoch() const noexcept;
+  /// Segments of any rank of the node.
+  std::vector<segment> segments(rank_id rank) const;
+  /// Whether all ranks of the job have this region's first part at the same address.
+  bool same_address() const noexcept;
+  region_statistics statistics() const;
+  std::optional<placement_choice> placement() const;
+  /// What kernels take; valid until the next change (compare its epoch).
+  symmetric_view view() const;
+  bootstrap& ranks() const noexcept;
+  driver& on() const noexcept;
+
+  // --- collective changes ---------------------------------------------------------------------
+
+  /// Appends one segment of the same size on all ranks, in the tier that each rank names.
+  /// `bytes` is equal on all ranks; rounding as elastic_region::grow.
+  grown grow(tier kind, std::size_t bytes);
+  /// As elastic_region::shrink; `bytes` equal on all ranks.
+  std::size_t shrink(std::size_t bytes, const uses& in_use = {});
+  /// Moves segment `index` (equal on all ranks) to the tier that each rank names.
+  void migrate(std::size_t index, tier kind, const uses& in_use = {});
+  /// As elastic_region::discard; range and `kept` equal on all ranks.
+  void discard(contents kept, const uses& in_use = {}, std::size_t first = 0,
+               std::size_t count = static_cast<std::size_t>(-1));
+  void restore();
+
+  /// Local. Observers see each change once a rank; before_change may veto it for all ranks.
+  [[nodiscard]] observer_subscription observe(region_observer observer);
+  /// Local: releases cached handles.
+  std::size_t trim_cache();
+
+ private:
+  struct state;
+  std::unique_ptr<state> state_;
+};
+
+}  // namespace gnu::visibility("default")]]evmm
