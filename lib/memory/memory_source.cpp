@@ -40,9 +40,7 @@ void memory_lease::reset() noexcept {
 }
 
 memory_source::memory_source(driver& on, const source_options& options)
-    : driver_(on), options_(options) {
-  (void)on.describe(options.device);
-}
+    : driver_(on), options_(options) {}
 
 memory_location memory_source::location(tier kind) {
   if (kind == tier::device) return memory_location::on(options_.device);
@@ -101,9 +99,9 @@ memory_lease memory_source::acquire(tier kind, std::size_t bytes) {
 }
 
 void memory_source::recycle(memory_ptr memory) noexcept {
-  if (!memory) return;
+  if (!memory || !memory->owned()) return;
   const std::size_t bytes = memory->size();
-  if (bytes > options_.cache_limit || memory.use_count() > 1 || !memory->owned()) {
+  if (bytes > options_.cache_limit || memory.use_count() > 1) {
     ++released_;
     return;
   }

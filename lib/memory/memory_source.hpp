@@ -54,7 +54,6 @@ class memory_lease {
 /// Threads: one at a time. Streams: none. Errors: acquire throws and changes nothing but the cache.
 class memory_source {
  public:
-  /// Throws invalid_argument for a device that does not exist.
   memory_source(driver& on, const source_options& options);
 
   /// The location that the next acquire(kind, ...) will use. Chooses the host nodes at the first
