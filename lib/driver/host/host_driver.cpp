@@ -11,6 +11,7 @@
 
 #include <fmt/format.h>
 
+#include <cerrno>
 #include <cstring>
 #include <utility>
 
@@ -20,6 +21,16 @@ namespace {
 
 using host::memory_table;
 using host::stream_table;
+
+/// When work is enqueued, as CUDA looks addresses up then; and again when it runs, since a range
+/// that was unmapped meanwhile is a fault there.
+template <class Error>
+void check_touch(const memory_table& memory, address at, std::size_t bytes, access_kind need) {
+  if (auto why = memory.why_untouchable(at, bytes, need)) {
+    throw Error(std::move(*why), "map the range and set access first, and unmap it after its use",
+                EFAULT);
+  }
+}
 
 /// Puts the tables together and keeps out calls that CUDA would not survive.
 class host_driver_impl final : public host_driver {
@@ -183,16 +194,19 @@ class host_driver_impl final : public host_driver {
 
   void copy(address to, address from, std::size_t bytes, native_stream stream) override {
     check_caller();
+    check_touch<invalid_argument>(*memory_, from, bytes, access_kind::read);
+    check_touch<invalid_argument>(*memory_, to, bytes, access_kind::read_write);
     streams_->enqueue(stream, [memory = memory_, to, from, bytes] {
-      memory->check_touch(from, bytes, access_kind::read);
-      memory->check_touch(to, bytes, access_kind::read_write);
+      check_touch<driver_error>(*memory, from, bytes, access_kind::read);
+      check_touch<driver_error>(*memory, to, bytes, access_kind::read_write);
       std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
     });
   }
   void fill(address at, std::byte value, std::size_t bytes, native_stream stream) override {
     check_caller();
+    check_touch<invalid_argument>(*memory_, at, bytes, access_kind::read_write);
     streams_->enqueue(stream, [memory = memory_, at, value, bytes] {
-      memory->check_touch(at, bytes, access_kind::read_write);
+      check_touch<driver_error>(*memory, at, bytes, access_kind::read_write);
       std::memset(reinterpret_cast<void*>(at), std::to_integer<int>(value), bytes);
     });
   }

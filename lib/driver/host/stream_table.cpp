@@ -69,9 +69,9 @@ void stream_table::destroy_stream(native_stream stream) {
   const std::lock_guard lock(mutex_);
   if (stream == nullptr) throw invalid_argument("the default stream cannot be destroyed");
   auto& state = find(stream);
-  if (state.capturing) {
+  if (state.capturing && state.capturing->origin() == stream) {
     state.capturing->invalidate();
-    if (state.capturing->origin() == stream) end(session(state.capturing));
+    end(session(state.capturing));
   }
   reap();
   closing_.push_back(state.queue);
