@@ -3,6 +3,7 @@
 
 #include "lib/driver/cuda/cuda_error.hpp"
 #include "lib/support/environment.hpp"
+#include "lib/support/fork_guard.hpp"
 
 #include <fmt/format.h>
 
@@ -52,6 +53,19 @@ Function symbol(void* library, const char* name) {
   return reinterpret_cast<Function>(::dlsym(library, name));
 }
 
+bool any_virtual_memory(const cuda_library& library) {
+  for (int i = 0; i < library.devices; ++i) {
+    CUdevice device = 0;
+    int has = 0;
+    const bool told =
+        library.api.device_get(&device, i) == CUDA_SUCCESS &&
+        library.api.device_get_attribute(
+            &has, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, device) == CUDA_SUCCESS;
+    if (told && has != 0) return true;
+  }
+  return false;
+}
+
 cuda_library load() {
   void* const library = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
@@ -64,7 +78,10 @@ cuda_library load() {
   // Before cuInit and before the table, so that an old driver is told from a broken one.
   int version = 0;
   const auto get_version = symbol<PFN_cuDriverGetVersion_v2020>(library, "cuDriverGetVersion");
-  if (get_version != nullptr) get_version(&version);
+  const CUresult told = get_version != nullptr ? get_version(&version) : CUDA_ERROR_NOT_FOUND;
+  if (told == CUDA_ERROR_STUB_LIBRARY) {
+    return cannot("no CUDA driver: libcuda.so.1 is the toolkit's stub", help_for_init(told), told);
+  }
   const auto get_address = symbol<PFN_cuGetProcAddress_v12000>(library, "cuGetProcAddress_v2");
   if (version < k_least_version || get_address == nullptr) {
     return cannot(fmt::format("the CUDA driver is of version {}; evmm needs {} or later",
@@ -91,14 +108,19 @@ cuda_library load() {
                   fmt::format("update NVIDIA's driver to {} or later", k_least_driver));
   }
 
-  CUresult result = loaded.api.init(0);
-  if (result == CUDA_SUCCESS) result = loaded.api.device_get_count(&loaded.devices);
+  const cuda_api& api = loaded.api;
+  CUresult result = api.init(0);
+  if (result == CUDA_SUCCESS) result = api.device_get_count(&loaded.devices);
   if (result == CUDA_SUCCESS && loaded.devices == 0) result = CUDA_ERROR_NO_DEVICE;
   if (result != CUDA_SUCCESS) {
     const auto visible = environment("CUDA_VISIBLE_DEVICES");
-    return cannot(fmt::format("CUDA does not start: {}{}", error_text(loaded.api, result),
+    return cannot(fmt::format("CUDA does not start: {}{}", error_text(api, result),
                               visible ? " (CUDA_VISIBLE_DEVICES=" + *visible + ")" : ""),
                   help_for_init(result), result);
+  }
+  if (!any_virtual_memory(loaded)) {
+    return cannot("no GPU here has virtual memory management",
+                  "evmm needs compute capability 7.0 or later, and a virtual GPU that offers it");
   }
   return loaded;
 }
@@ -107,8 +129,17 @@ cuda_library load() {
 
 const cuda_library& load_cuda() {
   // Never destroyed: objects that outlive main still give memory back through it.
-  static const auto* const library = new cuda_library(load());
-  return *library;
+  struct first_load {
+    fork_guard process;
+    cuda_library library = load();
+  };
+  static const auto* const first = new first_load;
+  const bool usable = first->library.why_not.empty();
+  if (!usable || !first->process.forked()) return first->library;
+  static const auto* const in_child =
+      new cuda_library(cannot("CUDA was started before this process was forked",
+                              help_for_init(CUDA_ERROR_NOT_INITIALIZED)));
+  return *in_child;
 }
 
 std::string cuda_version_text(int version) {

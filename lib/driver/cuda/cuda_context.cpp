@@ -12,9 +12,9 @@ namespace evmm {
 namespace {
 
 CUcontext current_context(const cuda_api& api) {
+  // Fails only when the process ends; what is called next then says so.
   CUcontext current = nullptr;
-  check(api, api.ctx_get_current(&current), [] { return "ask for the current context"; });
-  return current;
+  return api.ctx_get_current(&current) == CUDA_SUCCESS ? current : nullptr;
 }
 
 /// Null and the two special handles name a stream of whichever context is current.
@@ -52,7 +52,7 @@ CUcontext primary_contexts::of(device_id device) {
   return context;
 }
 
-CUcontext primary_contexts::any() {
+CUcontext primary_contexts::existing() {
   for (std::size_t i = 0; i < devices_.size(); ++i) {
     if (CUcontext context = retained_[i].load(std::memory_order_acquire); context != nullptr) {
       return context;
@@ -64,7 +64,7 @@ CUcontext primary_contexts::any() {
     const CUresult result = api_.primary_ctx_get_state(devices_[i], &flags, &active);
     if (result == CUDA_SUCCESS && active != 0) return of(device_id{static_cast<int>(i)});
   }
-  return of(device_id{0});
+  return nullptr;
 }
 
 context_scope context_scope::of(primary_contexts& contexts, device_id device) {
@@ -81,14 +81,20 @@ context_scope context_scope::of(primary_contexts& contexts, native_stream stream
 
 context_scope context_scope::any(primary_contexts& contexts) {
   const CUcontext current = current_context(contexts.api());
-  return {contexts.api(), current != nullptr ? current : contexts.any(), current};
+  if (current != nullptr) return {contexts.api(), current, current};
+  const CUcontext found = contexts.existing();
+  return {contexts.api(), found != nullptr ? found : contexts.of(device_id{0}), current};
+}
+
+context_scope context_scope::existing(primary_contexts& contexts) {
+  const CUcontext current = current_context(contexts.api());
+  return {contexts.api(), current != nullptr ? current : contexts.existing(), current};
 }
 
 context_scope::context_scope(const cuda_api& api, CUcontext wanted, CUcontext current)
-    : api_(api), pushed_(wanted != current) {
-  if (!pushed_) return;
-  check(api, api.ctx_push_current(wanted), [] { return "make a context current"; });
-}
+    : api_(api),
+      pushed_(wanted != nullptr && wanted != current &&
+              api.ctx_push_current(wanted) == CUDA_SUCCESS) {}
 
 context_scope::~context_scope() {
   CUcontext popped = nullptr;

@@ -24,8 +24,8 @@ class primary_contexts {
   const cuda_api& api() const noexcept { return api_; }
   /// The context of a device that exists.
   CUcontext of(device_id device);
-  /// One that exists already, in this driver or elsewhere in the process; else that of device 0.
-  CUcontext any();
+  /// One that exists already, in this driver or elsewhere in the process; null when none does.
+  CUcontext existing();
   /// Forgets the contexts without a call: in a forked child.
   void abandon() noexcept;
 
@@ -45,13 +45,16 @@ class context_scope {
   static context_scope of(primary_contexts& contexts, native_stream stream);
   /// Whichever is current, if one is: for calls that need a context, no matter which.
   static context_scope any(primary_contexts& contexts);
+  /// The same, but makes none: for memory calls, which by their documentation need none. A rank
+  /// must not put a context on device 0 because it reserved addresses.
+  static context_scope existing(primary_contexts& contexts);
 
   context_scope(const context_scope&) = delete;
   context_scope& operator=(const context_scope&) = delete;
   ~context_scope();
 
  private:
-  /// Makes `wanted` current unless it is `current`.
+  /// Makes `wanted` current unless it is `current` or null.
   context_scope(const cuda_api& api, CUcontext wanted, CUcontext current);
   const cuda_api& api_;
   bool pushed_;

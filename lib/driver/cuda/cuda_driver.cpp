@@ -74,6 +74,7 @@ cuda_driver::cuda_driver(const cuda_library& library)
   host_granularity_ = granularity_of(api_, properties(on_host));
   unit_ = host_granularity_;
   for (const device_entry& each : devices_) unit_ = std::max(unit_, each.granularity);
+  if (unit_ == 0) throw driver_error("the CUDA driver tells no granularity of its memory");
 }
 
 cuda_driver::~cuda_driver() {
@@ -133,14 +134,13 @@ cuda_driver::device_entry cuda_driver::look_at(int ordinal) const {
 driver_info cuda_driver::info() const {
   check_caller();
   const std::string module = kernel_module_version();
-  std::call_once(fabric_once_, [this] { fabric_works_ = prove_fabric(); });
   return {
       .kind = driver_kind::cuda,
       .name = "cuda",
       .version = cuda_version_text(library_.version) + (module.empty() ? "" : " (" + module + ")"),
       .fd_sharing = std::all_of(devices_.begin(), devices_.end(),
                                 [](const device_entry& each) { return each.fd_sharing; }),
-      .fabric_sharing = fabric_works_};
+      .fabric_sharing = fabric_works()};
 }
 
 int cuda_driver::device_count() const {
@@ -216,6 +216,11 @@ std::vector<numa_node> cuda_driver::numa_nodes() const {
   return nodes_;
 }
 
+bool cuda_driver::fabric_works() const {
+  std::call_once(fabric_once_, [this] { fabric_works_ = prove_fabric(); });
+  return fabric_works_;
+}
+
 bool cuda_driver::prove_fabric() const {
   if (!devices_.front().fabric_sharing) return false;
   allocation_request request{.bytes = devices_.front().granularity,
@@ -223,7 +228,7 @@ bool cuda_driver::prove_fabric() const {
                              .share = share_kind::fabric};
   const CUmemAllocationProp wanted = properties(request);
   const outside_capture relaxed(api_);
-  const auto current = context_scope::any(contexts_);
+  const auto current = context_scope::existing(contexts_);
   CUmemGenericAllocationHandle made = 0;
   CUmemGenericAllocationHandle imported = 0;
   CUmemFabricHandle shared{};

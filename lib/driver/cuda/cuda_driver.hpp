@@ -93,6 +93,7 @@ class cuda_driver final : public driver {
   void check_multiple(std::string_view what, std::size_t value, std::size_t unit) const;
   void check_request(const allocation_request& request) const;
   [[noreturn]] void throw_create_error(CUresult result, const allocation_request& request) const;
+  bool fabric_works() const;
   bool prove_fabric() const;
 
   const cuda_library& library_;

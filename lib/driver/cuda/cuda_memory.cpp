@@ -119,7 +119,7 @@ address cuda_driver::reserve(std::size_t bytes, std::size_t alignment, address h
   if (alignment < unit_) alignment = unit_;
 
   const outside_capture relaxed(api_);
-  const auto current = context_scope::any(contexts_);
+  const auto current = context_scope::existing(contexts_);
   CUdeviceptr base = 0;
   CUresult result = api_.mem_address_reserve(&base, bytes, alignment, hint, 0);
   if (result != CUDA_SUCCESS && hint != 0) {
@@ -143,6 +143,7 @@ address cuda_driver::reserve(std::size_t bytes, std::size_t alignment, address h
 void cuda_driver::free(address base, std::size_t bytes) {
   check_caller();
   ledger_.remove_range(base, bytes);
+  const auto current = context_scope::existing(contexts_);
   const CUresult result = api_.mem_address_free(base, bytes);
   if (result != CUDA_SUCCESS) ledger_.add_range(base, bytes);
   check_return(api_, result, [&] {
@@ -163,7 +164,7 @@ allocation_handle cuda_driver::create(const allocation_request& request) {
   check_request(request);
   const CUmemAllocationProp wanted = properties(request);
   const outside_capture relaxed(api_);
-  const auto current = context_scope::any(contexts_);
+  const auto current = context_scope::existing(contexts_);
   CUmemGenericAllocationHandle made = 0;
   const CUresult result = api_.mem_create(&made, request.bytes, &wanted, 0);
   if (result != CUDA_SUCCESS) throw_create_error(result, request);
@@ -212,6 +213,8 @@ void cuda_driver::throw_create_error(CUresult result, const allocation_request& 
 void cuda_driver::release(allocation_handle handle) {
   check_caller();
   auto what = ledger_.remove_handle(handle);
+  const outside_capture relaxed(api_);
+  const auto current = context_scope::existing(contexts_);
   const CUresult result = api_.mem_release(native(handle));
   if (result != CUDA_SUCCESS) ledger_.add_back(handle, std::move(what));
   check_return(api_, result, [] { return "release a handle"; });
@@ -223,6 +226,7 @@ void cuda_driver::map(address at, std::size_t bytes, allocation_handle handle) {
   check_multiple("the size to map", bytes, unit_);
   ledger_.add_mapping(at, bytes, handle);
   const outside_capture relaxed(api_);
+  const auto current = context_scope::existing(contexts_);
   const CUresult result = api_.mem_map(at, bytes, 0, native(handle), 0);
   if (result != CUDA_SUCCESS) ledger_.remove_mapping(at, bytes);
   check(api_, result,
@@ -233,6 +237,7 @@ void cuda_driver::unmap(address at, std::size_t bytes) {
   check_caller();
   auto taken = ledger_.remove_mapping(at, bytes);
   const outside_capture relaxed(api_);
+  const auto current = context_scope::existing(contexts_);
   const CUresult result = api_.mem_unmap(at, bytes);
   if (result != CUDA_SUCCESS) ledger_.add_back(std::move(taken));
   check_return(api_, result, [&] {
@@ -261,7 +266,7 @@ void cuda_driver::set_access(address at, std::size_t bytes, std::span<const acce
   ledger_.check_access(at, bytes, by_cpu);
   if (wanted.empty()) return;
   const outside_capture relaxed(api_);
-  const auto current = context_scope::any(contexts_);
+  const auto current = context_scope::existing(contexts_);
   check(api_, api_.mem_set_access(at, bytes, wanted.data(), wanted.size()), [&] {
     std::string who;
     for (const access_grant& grant : grants) {
@@ -278,6 +283,8 @@ unique_fd cuda_driver::export_fd(allocation_handle handle) {
     throw invalid_argument("cannot export a descriptor of a handle that was not created for it",
                            "create it with share_kind::fd");
   }
+  const outside_capture relaxed(api_);
+  const auto current = context_scope::existing(contexts_);
   int fd = -1;
   const CUresult result =
       api_.mem_export(&fd, native(handle), CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
@@ -300,7 +307,7 @@ allocation_handle cuda_driver::import_fd(int fd, const allocation_request& reque
                            errno);
   }
   const outside_capture relaxed(api_);
-  const auto current = context_scope::any(contexts_);
+  const auto current = context_scope::existing(contexts_);
   CUmemGenericAllocationHandle imported = 0;
   // This one argument is passed by value, in the pointer.
   void* const by_value = reinterpret_cast<void*>(static_cast<std::uintptr_t>(fd));
@@ -314,13 +321,15 @@ allocation_handle cuda_driver::import_fd(int fd, const allocation_request& reque
 fabric_handle cuda_driver::export_fabric(allocation_handle handle) {
   check_caller();
   const auto what = ledger_.find(handle);
-  if (!info().fabric_sharing) {
+  if (!fabric_works()) {
     throw unsupported("this machine shares no memory over the fabric", k_fabric_help);
   }
   if (what->request.share != share_kind::fabric) {
     throw invalid_argument("cannot export a fabric handle of memory that was not created for it",
                            "create it with share_kind::fabric");
   }
+  const outside_capture relaxed(api_);
+  const auto current = context_scope::existing(contexts_);
   CUmemFabricHandle shared{};
   check(api_, api_.mem_export(&shared, native(handle), CU_MEM_HANDLE_TYPE_FABRIC, 0),
         [] { return "export a fabric handle"; });
@@ -334,11 +343,11 @@ allocation_handle cuda_driver::import_fabric(const fabric_handle& shared,
                                              const allocation_request& request) {
   check_caller();
   check_multiple("the size to import", request.bytes, unit_);
-  if (!info().fabric_sharing) {
+  if (!fabric_works()) {
     throw unsupported("this machine shares no memory over the fabric", k_fabric_help);
   }
   const outside_capture relaxed(api_);
-  const auto current = context_scope::any(contexts_);
+  const auto current = context_scope::existing(contexts_);
   CUmemFabricHandle wanted{};
   std::memcpy(&wanted, shared.data(), sizeof wanted);
   CUmemGenericAllocationHandle imported = 0;
