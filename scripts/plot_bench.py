@@ -117,16 +117,18 @@ def draw(options, runs, machine):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="+", help="JSON files from --benchmark_out")
-    parser.add_argument("-o", "--output", action="append", help="PNG, SVG or PDF; repeatable (bench.png)")
+    parser.add_argument("files", nargs="+", help="JSON files to read (.json), then plots to write (.png, .svg, .pdf)")
     parser.add_argument("-f", "--filter", default="", help="only families that match this regular expression")
     parser.add_argument("-m", "--metric", default="real_time", help="real_time, bytes_per_second, or a counter's name")
     parser.add_argument("-t", "--title", default="", help="first line of the title; the second is the machine")
     parser.add_argument("--linear", action="store_true", help="linear instead of logarithmic values")
     options = parser.parse_args()
-    options.output = options.output or ["bench.png"]
+    results = [path for path in options.files if path.endswith(".json")]
+    options.output = [path for path in options.files if not path.endswith(".json")]
+    if not results or not options.output:
+        parser.error("name at least one .json to read and one plot to write")
 
-    runs, skipped, machine = read(options.results)
+    runs, skipped, machine = read(results)
     wanted = re.compile(options.filter)
     draw(options, {family: at for family, at in runs.items() if wanted.search(family)}, machine)
     for name, reason in skipped.items():

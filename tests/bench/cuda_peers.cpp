@@ -5,6 +5,7 @@
 
 #include <cuda_runtime.h>
 
+#include <optional>
 #include <string>
 
 namespace evmm::bench {
@@ -63,14 +64,13 @@ void rebuild(benchmark::State& state, const machine& here, std::size_t bytes, st
 
 }  // namespace
 
-void add_cuda_peers(const machine& here, std::size_t more) {
+void add_cuda_peers(const machine& here) {
   check(cudaSetDevice(here.device.id.value), "cudaSetDevice");
-  add("peer/cudaMalloc", {1_GiB, 16_GiB, 64_GiB},
-      [&here](benchmark::State& state, std::size_t bytes) { make(state, here, bytes); });
-  add("peer/rebuild", {1_GiB, 16_GiB, 64_GiB},
-      [&here, more](benchmark::State& state, std::size_t bytes) {
-        rebuild(state, here, bytes, more);
-      });
+  const auto sizes = {1_GiB, 16_GiB, 64_GiB};
+  add("grow/DEVICE/peer_cudaMalloc", sizes,
+      [&here](auto& state, std::size_t bytes) { make(state, here, bytes); });
+  add("extend_by_1_GiB/DEVICE/peer_cudaMalloc_copy_free", sizes,
+      [&here](auto& state, std::size_t bytes) { rebuild(state, here, bytes, 1_GiB); });
 }
 
 }  // namespace evmm::bench

@@ -5,10 +5,9 @@
 
 namespace evmm::bench {
 
-/// What programs do without evmm, through the CUDA runtime, on the same device in the same run.
-/// peer/cudaMalloc: a buffer of this size is made.
-/// peer/rebuild: a buffer of this size grows by `more`: a new one is made, the contents are copied,
-///   the old one is freed.
-void add_cuda_peers(const machine& here, std::size_t more);
+/// What programs do without evmm, through the CUDA runtime, on the same device in the same run:
+/// a buffer is made (grow/DEVICE/peer_cudaMalloc); a buffer grows by being made anew, copied and
+/// freed (extend_by_1_GiB/DEVICE/peer_cudaMalloc_copy_free).
+void add_cuda_peers(const machine& here);
 
 }  // namespace evmm::bench

@@ -110,7 +110,7 @@ void add_all(const machine& here) {
   add("grow/DEVICE/handles_of_2_MiB", sizes,
       [&here](benchmark::State& state, std::size_t bytes) { grow(state, here, bytes, 2_MiB); });
 #if EVMM_BENCH_CUDA
-  if (here.cuda) add_cuda_peers(here, 1_GiB);
+  if (here.cuda) add_cuda_peers(here);
 #endif
 }
 
