@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lib/driver/host/fork_guard.hpp"
 #include "lib/driver/host/memory_table.hpp"
 #include "lib/driver/host/options.hpp"
 #include "lib/driver/host/pages.hpp"
 #include "lib/driver/host/stream_table.hpp"
+#include "lib/support/fork_guard.hpp"
 
 #include <evmm/error.hpp>
 #include <evmm/host_driver.hpp>
@@ -26,6 +26,7 @@ using host::stream_table;
 /// that was unmapped meanwhile is a fault there.
 template <class Error>
 void check_touch(const memory_table& memory, address at, std::size_t bytes, access_kind need) {
+  if (bytes != 0 && at == 0) throw invalid_argument("the address of a copy or fill is null");
   if (auto why = memory.why_untouchable(at, bytes, need)) {
     throw Error(std::move(*why), "map the range and set access first, and unmap it after its use",
                 EFAULT);
@@ -43,7 +44,7 @@ class host_driver_impl final : public host_driver {
   }
 
   ~host_driver_impl() override {
-    if (host::fork_generation() == generation_) return;
+    if (!process_.forked()) return;
     // In a forked child the threads of the streams are not there to be joined, and any lock may be
     // held for good: leave all to the end of the process.
     static_cast<void>(streams_.release());
@@ -236,10 +237,7 @@ class host_driver_impl final : public host_driver {
 
  private:
   void check_caller() const {
-    if (host::fork_generation() != generation_) {
-      throw invalid_argument("the driver was made before this process was forked",
-                             "start processes with exec, or make the driver after the fork");
-    }
+    process_.check();
     if (host::on_worker_thread()) {
       throw invalid_argument("a function launched on a stream called the driver",
                              "call it from the thread that launches");
@@ -251,7 +249,7 @@ class host_driver_impl final : public host_driver {
   }
 
   const host_driver_options options_;
-  const unsigned generation_ = host::fork_generation();
+  const fork_guard process_;
   std::shared_ptr<memory_table> memory_;  ///< shared with the copies that are under way
   std::unique_ptr<stream_table> streams_;
 };

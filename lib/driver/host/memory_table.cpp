@@ -144,11 +144,9 @@ allocation_handle memory_table::create(const allocation_request& request) {
   account& payer = account_of(request.where);
   const auto doing = fmt::format("cannot create on {}", to_string(request.where));
   check_size(request.bytes, doing);
-  if (request.rdma) {
-    if (request.where.kind == tier::host) {
-      throw invalid_argument(doing + ": GPUDirect RDMA is for device memory");
-    }
-    throw unsupported(doing + ": the host driver has no GPUDirect RDMA", "leave rdma false");
+  if (request.rdma && request.where.kind == tier::host) {
+    throw invalid_argument(doing + ": GPUDirect RDMA is a property of device memory",
+                           "leave rdma false for host memory");
   }
   if (request.share == share_kind::fabric && !fabric_) {
     throw unsupported(doing + ": this host driver has no fabric handles",
@@ -259,9 +257,6 @@ void memory_table::unmap(address at, std::size_t bytes) {
 
 void memory_table::set_access(address at, std::size_t bytes, std::span<const access_grant> grants) {
   check_range(at, bytes, "cannot set access to");
-  if (grants.empty()) {
-    throw invalid_argument(fmt::format("cannot set access to {}: no grants", span_text(at, bytes)));
-  }
   const bool to_cpus = std::any_of(grants.begin(), grants.end(), [](const access_grant& grant) {
     return grant.who.kind == tier::host;
   });
@@ -276,9 +271,10 @@ void memory_table::set_access(address at, std::size_t bytes, std::span<const acc
     if (entry->second.bytes > at + bytes - covered) break;
     covered += entry->second.bytes;
     if (to_cpus && entry->second.kind == tier::device) {
-      throw unsupported(fmt::format("cannot set access to {}: CPUs have none to device memory",
-                                    span_text(entry->first, entry->second.bytes)),
-                        "grant it to devices only");
+      throw invalid_argument(
+          fmt::format("cannot give CPUs access to {}: it is device memory",
+                      span_text(entry->first, entry->second.bytes)),
+          "CPUs reach HOST_NUMA memory only; copy, or put the segment in the host tier");
     }
     mapped after = entry->second;
     for (const auto& grant : grants) after.grants[grant.who] = grant.kind;

@@ -224,7 +224,9 @@ capture_info stream_table::capture(native_stream stream) const {
   const std::lock_guard lock(mutex_);
   const auto& capturing = const_cast<stream_table*>(this)->find(stream).capturing;
   if (!capturing) return {};
-  return {capturing->status(), capturing->id()};
+  // CUDA, too, forgets the number of a capture that was invalidated.
+  const auto status = capturing->status();
+  return {status, status == capture_status::active ? capturing->id() : 0};
 }
 
 }  // namespace evmm::host
