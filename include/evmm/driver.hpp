@@ -78,7 +78,7 @@ enum class capture_status : std::uint8_t { none, active, invalidated };
 
 struct capture_info {
   capture_status status = capture_status::none;
-  std::uint64_t id = 0;  ///< unique among the process's captures; 0 when there is none
+  std::uint64_t id = 0;  ///< unique among the process's captures; 0 unless active
 };
 
 /// The seam to the machine: each member is one primitive of the CUDA driver, and everything above
@@ -142,8 +142,9 @@ class driver {
   /// Unmaps exactly one earlier map(). The caller has made sure that no stream uses it.
   virtual void unmap(address at, std::size_t bytes) = 0;
   /// Sets who may touch [at, at + bytes), which is fully mapped and ends on mapping boundaries.
-  /// Those not named keep what they had. Cost: 27 us (2 MiB) to 440 us (256 MiB) for the owner,
-  /// about 20 ms a GiB for another GPU.
+  /// Those not named keep what they had. CPUs can be given access to host
+  /// memory only. Cost: 27 us (2 MiB) to 440 us (256 MiB) for the owner, about 20 ms a GiB for
+  /// another GPU.
   virtual void set_access(address at, std::size_t bytes, std::span<const access_grant> grants) = 0;
 
   // --- sharing --------------------------------------------------------------------------------
