@@ -8,10 +8,9 @@ if(EVMM_WARNINGS_AS_ERRORS)
 endif()
 target_compile_options(evmm_flags INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:${evmm_warnings}>")
 if(EVMM_HAVE_CUDA)
-  # CMake 3.25 refuses CUDA_STANDARD 20 with nvcc 13, so it is asked for by option.
   list(JOIN evmm_warnings "," evmm_cuda_warnings)
   target_compile_options(evmm_flags INTERFACE
-    "$<$<COMPILE_LANGUAGE:CUDA>:--std=c++20;--expt-relaxed-constexpr;-Xcompiler=${evmm_cuda_warnings}>")
+    "$<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr;-Xcompiler=${evmm_cuda_warnings}>")
 endif()
 if(EVMM_SANITIZE)
   target_compile_options(evmm_flags INTERFACE
