@@ -7,7 +7,8 @@
 #include <iterator>
 #include <map>
 #include <mutex>
-#include <set>
+#include <optional>
+#include <type_traits>
 #include <utility>
 
 namespace evmm::test {
@@ -274,7 +275,7 @@ class fault_driver_impl final : public fault_driver {
 
   /// Writes the call down when it ends, however it ends.
   template <class Step>
-  auto call(driver_call kind, Step&& step) const {
+  std::invoke_result_t<Step> call(driver_call kind, Step&& step) const {
     struct written {
       const fault_driver_impl& self;
       driver_call kind;
