@@ -43,3 +43,14 @@ function(evmm_program name)
   target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}")
   target_link_libraries(${name} PRIVATE evmm_flags ${arg_LIBRARIES})
 endfunction()
+
+# How tests start ranks: `${evmm_mpirun} -np N program`.
+if(EVMM_HAVE_MPI)
+  set(evmm_mpirun "${MPIEXEC_EXECUTABLE}" --oversubscribe --bind-to none --mca mpi_yield_when_idle 1
+    # Copies between processes by ptrace rights, which many containers refuse.
+    --mca btl_vader_single_copy_mechanism none)
+  execute_process(COMMAND id -u OUTPUT_VARIABLE evmm_user OUTPUT_STRIP_TRAILING_WHITESPACE)
+  if(evmm_user STREQUAL "0")
+    list(APPEND evmm_mpirun --allow-run-as-root)
+  endif()
+endif()
