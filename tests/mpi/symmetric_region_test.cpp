@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "lib/support/environment.hpp"
 #include "tests/mpi/mpi_main.hpp"
 #include "tests/support/symmetric_cases.hpp"
 
@@ -6,12 +7,18 @@
 
 #include <gtest/gtest.h>
 
+#include <string>
+
 namespace evmm::test {
 namespace {
 
 class symmetric_processes : public ::testing::TestWithParam<symmetric_case> {};
 
 TEST_P(symmetric_processes, holds) {
+  std::string why_not;
+  if (environment("EVMM_DRIVER") == "cuda" && !cuda_available(&why_not)) {
+    GTEST_SKIP() << why_not;
+  }
   const auto on = default_driver();
   GetParam().run(
       {.ranks = world(), .on = on, .device = {world()->node_rank() % on->device_count()}});
