@@ -213,4 +213,4 @@ std::shared_ptr<driver> default_driver();
 /// Replaces it; for tests and for programs that choose by themselves.
 void set_default_driver(std::shared_ptr<driver> replacement);
 
-}  // namespace gnu::visibility("default")]]evmm
+}  // namespace evmm

@@ -128,4 +128,4 @@ class elastic_region {
   std::unique_ptr<state> state_;
 };
 
-}  // namespace gnu::visibility("default")]]evmm
+}  // namespace evmm

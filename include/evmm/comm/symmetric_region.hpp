@@ -109,4 +109,4 @@ class symmetric_region {
   std::unique_ptr<state> state_;
 };
 
-}  // namespace gnu::visibility("default")]]evmm
+}  // namespace evmm
