@@ -92,9 +92,10 @@ class elastic_region {
   /// dropped (which may be 0). Waits for `in_use` first; handles go to the cache.
   std::size_t shrink(std::size_t bytes, const uses& in_use = {});
 
-  /// Moves segment `index` to the other tier (or another node): contents and address are kept.
+  /// Moves segment `index` to the other tier: contents and address are kept.
   /// Waits for `in_use`, copies, and swaps. The caller writes to it only before the call, on
-  /// streams that `in_use` names, or after. A segment already there is left alone.
+  /// streams that `in_use` names, or after. A segment already in that tier is left
+  /// alone.
   void migrate(std::size_t index, tier kind, const uses& in_use = {});
 
   /// As shrink(), without blocking: the segments leave size() at once, and are unmapped by the

@@ -15,16 +15,18 @@ namespace [[gnu::visibility("default")]] evmm {
 struct node_description {
   numa_node node;
   std::size_t bytes = 0;  ///< local memory
-  int processors = 0;     ///< 0 for a memory-only node
+  int processors = 0;     ///< those whose own node it is; 0 for a memory-only node
   bool allowed = true;    ///< this process may take memory there (cpuset, cgroup)
 };
 
 /// Where to put the host tier.
 struct host_placement {
   enum class policy {
-    nearest,     ///< the first node near the device that really serves a creation
-    bind,        ///< `nodes` in order of preference, no other
-    interleave,  ///< successive segments on successive nodes of `nodes`, or of all allowed nodes
+    nearest,  ///< the first node near the device that really serves a creation; `nodes` is empty
+    bind,     ///< the first of `nodes` that serves one, and no other node
+    /// Successive segments on successive nodes: those of `nodes` (one named twice takes twice the
+    /// share), or all allowed nodes, nearest first. Nodes that do not serve are left out.
+    interleave,
   };
   policy how = policy::nearest;
   std::vector<numa_node> nodes = {};
@@ -65,12 +67,14 @@ class topology {
   std::vector<node_description> nodes() const;
   /// hwloc's latency matrix, relative to 10 for a node and itself; nullopt where unknown.
   std::optional<int> distance(numa_node from, numa_node to) const;
-  /// Nodes local to a PCI device; empty when unknown, which is common in virtual machines (the
-  /// device then seems equally near to everything).
+  /// Nodes local to a PCI device, ascending; empty when unknown. That is common in virtual
+  /// machines, also those of one node: the device then hangs off the machine as a whole.
   std::vector<numa_node> local_nodes(const std::string& pci_bus_id) const;
 
-  /// Candidates for a device's host tier, best first: hwloc's locality, the driver's hint, then
-  /// allowed nodes by distance. Nothing is proved yet. Each node once.
+  /// Candidates for a device's host tier, best first: hwloc's locality (the driver's hint first
+  /// where several nodes are equally local), the hint, then allowed nodes by distance, those with
+  /// processors before memory-only ones at the same distance. Each node once; none that the process
+  /// may not use. Nothing is proved yet.
   std::vector<node_candidate> candidates(const device_description& device) const;
 
  private:
@@ -79,9 +83,12 @@ class topology {
   std::unique_ptr<state> state_;
 };
 
-/// Chooses the nodes for a device's host tier: each candidate is proved by creating one granule on
-/// it. Throws invalid_argument when the placement names a node that does not exist or is not
-/// allowed, unsupported when no candidate serves (the message lists each and its refusal).
+/// Chooses the nodes for a device's host tier: candidates are proved in order, each by creating one
+/// granule on it. Nodes that the driver offers and hwloc does not know come last, and may be named
+/// too. The choice is logged at level info.
+/// Throws invalid_argument when the placement names a node that does not exist or is not allowed
+/// (the message lists those that are), unsupported when no candidate serves (the message lists each
+/// and its refusal).
 placement_choice choose_nodes(driver& on, const topology& machine, device_id device,
                               const host_placement& placement = {});
 

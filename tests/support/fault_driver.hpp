@@ -6,13 +6,14 @@
 
 #include <cstddef>
 #include <memory>
-#include <optional>
+#include <ostream>
 #include <string>
 #include <vector>
 
 namespace evmm::test {
 
-/// The members of `driver` that can be made to fail, or that change what is alive.
+/// The members of `driver` that can be made to fail and are recorded; queries that only describe
+/// the machine are not among them.
 enum class driver_call {
   usage,
   reserve,
@@ -49,10 +50,23 @@ struct alive_counts {
   friend bool operator==(const alive_counts&, const alive_counts&) = default;
 };
 std::string to_string(const alive_counts& counts);
+/// For GoogleTest's messages.
+std::ostream& operator<<(std::ostream& out, const alive_counts& counts);
 
 /// A driver that passes calls on to another, fails the one it is told to fail, counts what is
 /// alive, and records the sequence of calls. Clean-up calls (release, free, unmap, destroy_*) are
-/// failed only when asked for by kind. Thread-safe.
+/// failed only when asked for by kind. A call that is failed does not reach the other driver. One
+/// failure is armed at a time: the next fail_call() replaces it. Thread-safe.
+///
+/// The use in a test of anything with several steps:
+///
+///   for (std::size_t nth = 0;; ++nth) {
+///     const auto before = faults->alive();
+///     faults->fail_call(nth);
+///     try { what_is_tested(*faults); } catch (const error&) {}
+///     if (!faults->disarm()) break;           // it has fewer steps: all have failed once
+///     EXPECT_EQ(faults->alive(), before) << "after failing call " << nth;
+///   }
 class fault_driver : public driver {
  public:
   static std::shared_ptr<fault_driver> make(std::shared_ptr<driver> inner);
@@ -68,7 +82,7 @@ class fault_driver : public driver {
   virtual bool disarm() = 0;
 
   virtual alive_counts alive() const = 0;
-  /// Calls since the last clear_record(), in order of completion.
+  /// Calls since the last clear_record(), in order of completion; also those that failed.
   virtual std::vector<driver_call> record_of_calls() const = 0;
   virtual void clear_record() = 0;
 };

@@ -65,11 +65,12 @@ class symmetric_region {
   // --- local queries --------------------------------------------------------------------------
 
   rank_id rank() const noexcept;
-  int size_ranks() const noexcept;
+  int rank_count() const noexcept;
   std::byte* local() const;
   /// Base of a node peer's part. Throws unsupported for a rank of another node.
   std::byte* peer(rank_id rank) const;
   bool reachable(rank_id rank) const;
+  /// Backed bytes of each rank; 0 after close().
   std::size_t size() const noexcept;
   std::size_t reserved() const noexcept;
   std::size_t granularity() const noexcept;

@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lib/driver/host/fork_guard.hpp"
+#include "lib/driver/host/memory_table.hpp"
+#include "lib/driver/host/options.hpp"
+#include "lib/driver/host/pages.hpp"
+#include "lib/driver/host/stream_table.hpp"
+
+#include <evmm/error.hpp>
+#include <evmm/host_driver.hpp>
+#include <evmm/version.hpp>
+
+#include <fmt/format.h>
+
+#include <cstring>
+#include <utility>
+
+namespace evmm {
+
+namespace {
+
+using host::memory_table;
+using host::stream_table;
+
+/// Puts the tables together and keeps out calls that CUDA would not survive.
+class host_driver_impl final : public host_driver {
+ public:
+  explicit host_driver_impl(const host_driver_options& options)
+      : options_(host::checked(options)),
+        memory_(std::make_shared<memory_table>(options_)),
+        streams_(std::make_unique<stream_table>()) {
+    host::raise_descriptor_limit();
+  }
+
+  ~host_driver_impl() override {
+    if (host::fork_generation() == generation_) return;
+    // In a forked child the threads of the streams are not there to be joined, and any lock may be
+    // held for good: leave all to the end of the process.
+    static_cast<void>(streams_.release());
+    static_cast<void>(new std::shared_ptr<memory_table>(std::move(memory_)));
+  }
+
+  driver_info info() const override {
+    check_caller();
+    return {.kind = driver_kind::host,
+            .name = "host",
+            .version = EVMM_VERSION,
+            .fd_sharing = true,
+            .fabric_sharing = options_.fabric};
+  }
+
+  int device_count() const override {
+    check_caller();
+    return options_.devices;
+  }
+
+  device_description describe(device_id device) const override {
+    check(device);
+    device_description found{.id = device,
+                             .name = fmt::format("host device {}", device.value),
+                             .pci_bus_id = {},
+                             .total_bytes = options_.device_bytes,
+                             .host_node = std::nullopt,
+                             .host_memory = !options_.numa_nodes.empty()};
+    if (found.host_memory) {
+      // Devices are spread over the nodes as slots are over sockets.
+      const auto index = static_cast<std::size_t>(device.value) * options_.numa_nodes.size() /
+                         static_cast<std::size_t>(options_.devices);
+      found.host_node = numa_node{options_.numa_nodes[index]};
+    }
+    return found;
+  }
+
+  memory_usage usage(memory_location where) const override {
+    check_caller();
+    return memory_->usage(where);
+  }
+
+  bool can_access(device_id from, device_id to) const override {
+    check(from);
+    check(to);
+    return true;
+  }
+
+  std::vector<numa_node> numa_nodes() const override {
+    check_caller();
+    std::vector<numa_node> nodes;
+    for (const int node : options_.numa_nodes) nodes.push_back(numa_node{node});
+    return nodes;
+  }
+
+  std::size_t granularity(memory_location where) const override {
+    check_caller();
+    memory_->check_location(where);
+    return host::k_granularity;
+  }
+
+  address reserve(std::size_t bytes, std::size_t alignment, address hint) override {
+    check_caller();
+    return memory_->reserve(bytes, alignment, hint);
+  }
+  void free(address base, std::size_t bytes) override {
+    check_caller();
+    memory_->free(base, bytes);
+  }
+  allocation_handle create(const allocation_request& request) override {
+    check_caller();
+    return memory_->create(request);
+  }
+  void release(allocation_handle handle) override {
+    check_caller();
+    memory_->release(handle);
+  }
+  void map(address at, std::size_t bytes, allocation_handle handle) override {
+    check_caller();
+    memory_->map(at, bytes, handle);
+  }
+  void unmap(address at, std::size_t bytes) override {
+    check_caller();
+    memory_->unmap(at, bytes);
+  }
+  void set_access(address at, std::size_t bytes, std::span<const access_grant> grants) override {
+    check_caller();
+    memory_->set_access(at, bytes, grants);
+  }
+  unique_fd export_fd(allocation_handle handle) override {
+    check_caller();
+    return memory_->export_fd(handle);
+  }
+  allocation_handle import_fd(int fd, const allocation_request& request) override {
+    check_caller();
+    return memory_->import_fd(fd, request);
+  }
+  fabric_handle export_fabric(allocation_handle handle) override {
+    check_caller();
+    return memory_->export_fabric(handle);
+  }
+  allocation_handle import_fabric(const fabric_handle& shared,
+                                  const allocation_request& request) override {
+    check_caller();
+    return memory_->import_fabric(shared, request);
+  }
+
+  native_stream create_stream(device_id device) override {
+    check(device);
+    return streams_->create_stream(device);
+  }
+  void destroy_stream(native_stream stream) override {
+    check_caller();
+    streams_->destroy_stream(stream);
+  }
+  void synchronize(native_stream stream) override {
+    check_caller();
+    streams_->synchronize(stream);
+  }
+  bool idle(native_stream stream) override {
+    check_caller();
+    return streams_->idle(stream);
+  }
+  native_event create_event(device_id device) override {
+    check(device);
+    return streams_->create_event(device);
+  }
+  void destroy_event(native_event event) override {
+    check_caller();
+    streams_->destroy_event(event);
+  }
+  void record(native_event event, native_stream stream) override {
+    check_caller();
+    streams_->record(event, stream);
+  }
+  bool done(native_event event) override {
+    check_caller();
+    return streams_->done(event);
+  }
+  void synchronize(native_event event) override {
+    check_caller();
+    streams_->synchronize(event);
+  }
+  void wait(native_stream stream, native_event event) override {
+    check_caller();
+    streams_->wait(stream, event);
+  }
+
+  void copy(address to, address from, std::size_t bytes, native_stream stream) override {
+    check_caller();
+    streams_->enqueue(stream, [memory = memory_, to, from, bytes] {
+      memory->check_touch(from, bytes, access_kind::read);
+      memory->check_touch(to, bytes, access_kind::read_write);
+      std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
+    });
+  }
+  void fill(address at, std::byte value, std::size_t bytes, native_stream stream) override {
+    check_caller();
+    streams_->enqueue(stream, [memory = memory_, at, value, bytes] {
+      memory->check_touch(at, bytes, access_kind::read_write);
+      std::memset(reinterpret_cast<void*>(at), std::to_integer<int>(value), bytes);
+    });
+  }
+  void launch(native_stream stream, std::function<void()> function) override {
+    check_caller();
+    if (!function) throw invalid_argument("an empty function cannot be launched");
+    streams_->enqueue(stream, std::move(function));
+  }
+  capture_info capture(native_stream stream) const override {
+    check_caller();
+    return streams_->capture(stream);
+  }
+
+  void begin_capture(native_stream stream) override {
+    check_caller();
+    streams_->begin_capture(stream);
+  }
+  std::shared_ptr<const host_graph> end_capture(native_stream stream) override {
+    check_caller();
+    return streams_->end_capture(stream);
+  }
+  void launch_graph(const std::shared_ptr<const host_graph>& graph, native_stream stream) override {
+    check_caller();
+    if (!graph) throw invalid_argument("there is no graph to launch");
+    streams_->enqueue(stream, [graph] { graph->run(); });
+  }
+
+ private:
+  void check_caller() const {
+    if (host::fork_generation() != generation_) {
+      throw invalid_argument("the driver was made before this process was forked",
+                             "start processes with exec, or make the driver after the fork");
+    }
+    if (host::on_worker_thread()) {
+      throw invalid_argument("a function launched on a stream called the driver",
+                             "call it from the thread that launches");
+    }
+  }
+  void check(device_id device) const {
+    check_caller();
+    memory_->check_location(memory_location::on(device));
+  }
+
+  const host_driver_options options_;
+  const unsigned generation_ = host::fork_generation();
+  std::shared_ptr<memory_table> memory_;  ///< shared with the copies that are under way
+  std::unique_ptr<stream_table> streams_;
+};
+
+}  // namespace
+
+std::shared_ptr<host_driver> host_driver::make(const host_driver_options& options) {
+  return std::make_shared<host_driver_impl>(options);
+}
+
+}  // namespace evmm

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lib/memory/copier.hpp"
+
+#include "lib/support/log.hpp"
+
+#include <utility>
+
+namespace evmm {
+
+void wait_for(driver& on, const uses& in_use) {
+  for (const native_stream stream : in_use.streams) on.synchronize(stream);
+  for (const native_event event : in_use.events) on.synchronize(event);
+}
+
+scoped_event::scoped_event(scoped_event&& other) noexcept
+    : driver_(std::exchange(other.driver_, nullptr)), event_(other.event_) {}
+
+scoped_event& scoped_event::operator=(scoped_event&& other) noexcept {
+  if (this != &other) {
+    reset();
+    driver_ = std::exchange(other.driver_, nullptr);
+    event_ = other.event_;
+  }
+  return *this;
+}
+
+scoped_event::~scoped_event() {
+  reset();
+}
+
+void scoped_event::reset() noexcept {
+  if (driver_ == nullptr) return;
+  log_failure("destroying an event", [this] { driver_->destroy_event(event_); });
+  driver_ = nullptr;
+}
+
+copier::~copier() {
+  if (!stream_) return;
+  log_failure("destroying a region's stream", [this] { driver_.destroy_stream(*stream_); });
+}
+
+native_stream copier::stream() {
+  if (!stream_) stream_ = driver_.create_stream(device_);
+  return *stream_;
+}
+
+void copier::copy(address to, address from, std::size_t bytes) {
+  driver_.copy(to, from, bytes, stream());
+  driver_.synchronize(stream());
+  bytes_copied_ += bytes;
+}
+
+void copier::follow(const uses& in_use) {
+  for (const native_stream used : in_use.streams) {
+    const scoped_event reached(driver_, device_);
+    driver_.record(reached.get(), used);
+    driver_.wait(stream(), reached.get());
+  }
+  for (const native_event used : in_use.events) driver_.wait(stream(), used);
+}
+
+scoped_event copier::copy_after(address to, address from, std::size_t bytes, const uses& in_use) {
+  scoped_event copied(driver_, device_);
+  follow(in_use);
+  driver_.copy(to, from, bytes, stream());
+  try {
+    driver_.record(copied.get(), stream());
+  } catch (...) {
+    // The copy is under way into memory that the caller is about to take down.
+    log_failure("waiting for a copy", [this] { driver_.synchronize(*stream_); });
+    throw;
+  }
+  bytes_copied_ += bytes;
+  return copied;
+}
+
+scoped_event copier::after(const uses& in_use) {
+  scoped_event reached(driver_, device_);
+  follow(in_use);
+  driver_.record(reached.get(), stream());
+  return reached;
+}
+
+}  // namespace evmm
