@@ -29,7 +29,8 @@ namespace [[gnu::visibility("default")]] evmm {
 /// Order: all ranks make the same calls in the same order.
 /// Errors: each blocking step has a deadline. When it passes, every rank that is still there
 ///   throws timed_out naming the ranks that did not arrive, and the bootstrap is broken: later
-///   calls throw peer_error at once instead of hanging.
+///   calls throw peer_error at once instead of hanging. Ranks that make different calls all throw
+///   the same peer_error naming the ranks and their steps; that alone breaks nothing.
 class bootstrap {
  public:
   using milliseconds = std::chrono::milliseconds;
@@ -44,13 +45,15 @@ class bootstrap {
   /// Deadline of each step; 30 s unless EVMM_TIMEOUT_MS or set_timeout says otherwise.
   milliseconds timeout() const noexcept { return timeout_; }
   void set_timeout(milliseconds timeout);
+  /// Whether an earlier step was lost, so that every further call throws.
+  bool broken() const noexcept { return !broken_by_.empty(); }
 
   /// Every rank's bytes, by rank; lengths may differ. Collective.
   std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte> mine,
                                                  std::string_view step = "all_gather");
   /// Returns when all ranks have called it.
   void barrier(std::string_view step = "barrier");
-  /// The root's bytes on every rank.
+  /// The root's bytes on every rank; what the others pass is ignored.
   std::vector<std::byte> broadcast(std::span<const std::byte> bytes, rank_id root,
                                    std::string_view step = "broadcast");
   /// All ranks return, or all throw the same error: the one of the lowest failing rank, of its own
@@ -64,8 +67,7 @@ class bootstrap {
 
   // --- nodes: ranks that run under one operating system and can pass descriptors to each other.
 
-  /// Node of each rank, numbered from 0 in order of their lowest rank. Collective at the first
-  /// call (the constructor of each implementation makes it).
+  /// Node of each rank, numbered from 0 in order of their lowest rank.
   const std::vector<int>& nodes() const noexcept { return nodes_; }
   int node() const noexcept { return nodes_[static_cast<std::size_t>(rank_.value)]; }
   int node_count() const noexcept { return node_count_; }
@@ -73,60 +75,72 @@ class bootstrap {
   const std::vector<rank_id>& node_ranks() const noexcept { return node_ranks_; }
   /// This rank's index in node_ranks().
   int node_rank() const noexcept { return node_rank_; }
+  /// What tells one operating system's descriptor space from another's: the kernel's boot id and
+  /// the network and process namespaces (abstract sockets do not cross the one, nor the peer's
+  /// process id the other), never the host name. EVMM_HOST_ID, when set, is appended: ranks with
+  /// different values count as different nodes. Throws unsupported without /proc.
+  static std::string host_identity();
 
  protected:
   bootstrap(rank_id rank, int size);
 
   /// The primitive. Returns every rank's bytes, by rank, before `deadline`; else throws timed_out
-  /// naming the ranks that did not arrive, or peer_error.
+  /// naming the ranks that did not arrive, or peer_error, and lets the other ranks know if it can.
+  /// Never called again once it has thrown. `step` is for messages only.
   virtual std::vector<std::vector<std::byte>> gather(std::span<const std::byte> mine,
                                                      std::chrono::steady_clock::time_point deadline,
                                                      std::string_view step) = 0;
 
-  /// Finds out who shares the node; implementations call it at the end of construction, with an
-  /// identity that replaces the host's where a test pretends to be several hosts.
-  void find_nodes(std::string identity = host_identity());
+  /// Gathers every rank's identity and tells nodes apart by it. Implementations make this their
+  /// first call, at the end of construction.
+  void find_nodes(const std::string& identity = host_identity());
+  /// The same from identities already known, one a rank, without a collective call.
+  void set_nodes(std::span<const std::string> identities);
 
  private:
+  enum class call : std::uint8_t { all_gather, barrier, broadcast, agree };
+  std::vector<std::vector<std::byte>> framed_gather(call kind, std::string_view step,
+                                                    std::span<const std::byte> mine);
+
   rank_id rank_;
   int size_;
   milliseconds timeout_;
-  bool broken_ = false;
-  std::string broken_by_;
+  std::uint64_t sequence_ = 0;
+  std::string broken_by_;  ///< empty while all is well
   std::vector<int> nodes_;
   int node_count_ = 1;
   std::vector<rank_id> node_ranks_;
   int node_rank_ = 0;
-
- public:
-  /// What tells one operating system's descriptor space from another's: the kernel's boot id and
-  /// the network namespace (abstract sockets do not cross it), never the host name alone.
-  static std::string host_identity();
 };
 
 /// Over MPI: on a duplicate of `communicator`, or of MPI_COMM_WORLD when null. Initialises MPI when
-/// nobody has, and then finalises it at exit. Throws unsupported when built without MPI.
+/// nobody has, and then finalises it at exit. Collective over the communicator; when not all its
+/// ranks come, timed_out, which MPI gives no way to put names to. Throws unsupported when built
+/// without MPI.
 std::shared_ptr<bootstrap> make_mpi_bootstrap(ompi_communicator_t* communicator = nullptr);
 
 /// A key-value store that all ranks see: torch.distributed's TCPStore, Redis, etcd, a directory.
 struct key_value_store {
-  /// Publishes a value; each key is set once.
+  /// Publishes a value; a rank sets a key once.
   std::function<void(const std::string& key, std::span<const std::byte> value)> set;
-  /// The value, or nullopt if it is not there within the wait. Called again until the deadline.
+  /// The value, or nullopt if it is not there within the wait, which may be 0. Called again until
+  /// the deadline.
   std::function<std::optional<std::vector<std::byte>>(const std::string& key,
                                                       std::chrono::milliseconds wait)>
       get;
   /// Removes a key nobody will ask for again. May be empty.
   std::function<void(const std::string& key)> erase = {};
 };
-/// Over a store; `job` keeps the keys of jobs that share one apart.
+/// Over a store; `job` keeps the keys of jobs that share one apart, so a store sees each name once.
+/// Keys are evmm/<job>/<step>/<rank>, and evmm/<job>/lost when a step failed. Collective.
 std::shared_ptr<bootstrap> make_store_bootstrap(rank_id rank, int size, key_value_store store,
                                                 std::string job = "evmm");
 
 /// Over a callback that gathers every rank's bytes (of lengths that may differ), by rank.
 using all_gather_function =
     std::function<std::vector<std::vector<std::byte>>(std::span<const std::byte> mine)>;
-/// The callback owns the waiting: the deadline is checked only when it returns.
+/// The callback owns the waiting and its deadline, and lets the other ranks know when it fails:
+/// nothing can interrupt it from here. What it throws becomes a peer_error. Collective.
 std::shared_ptr<bootstrap> make_callback_bootstrap(rank_id rank, int size,
                                                    all_gather_function gather);
 

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/mpi/mpi_main.hpp"
+#include "tests/support/bootstrap_contract.hpp"
+
+#include <evmm/comm/bootstrap.hpp>
+
+#include <gtest/gtest.h>
+
+namespace evmm::test {
+namespace {
+
+TEST(mpi_bootstrap, gathers_bytes_of_any_length) {
+  check_gathers(*world());
+}
+
+TEST(mpi_bootstrap, broadcasts_from_any_root) {
+  check_broadcasts(*world());
+}
+
+TEST(mpi_bootstrap, agrees_on_one_error) {
+  check_agreement(*world());
+}
+
+TEST(mpi_bootstrap, tells_ranks_that_diverge_apart) {
+  if (world()->size() > 1) check_divergence(*world());
+}
+
+TEST(mpi_bootstrap, names_ranks_that_do_not_arrive) {
+  const auto lost = make_mpi_bootstrap();
+  if (lost->size() > 1) check_absence(*lost, *world());
+}
+
+TEST(mpi_bootstrap, finds_this_node) {
+  EXPECT_EQ(world()->node_count(), 1);
+  EXPECT_EQ(world()->node_rank(), world()->rank().value);
+}
+
+TEST(mpi_bootstrap, two_do_not_mix) {
+  const auto other = make_mpi_bootstrap();
+  // Each rank is in both, in an order that would confuse messages on one communicator.
+  EXPECT_EQ(other->all_gather_value(1),
+            std::vector<int>(static_cast<std::size_t>(other->size()), 1));
+  check_gathers(*world());
+  check_gathers(*other);
+}
+
+}  // namespace
+}  // namespace evmm::test
