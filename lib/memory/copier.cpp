@@ -46,8 +46,19 @@ native_stream copier::stream() {
 
 void copier::copy(address to, address from, std::size_t bytes) {
   driver_.copy(to, from, bytes, stream());
-  driver_.synchronize(stream());
+  try {
+    driver_.synchronize(stream());
+  } catch (...) {
+    settle();
+    throw;
+  }
   bytes_copied_ += bytes;
+}
+
+void copier::settle() noexcept {
+  if (!stream_) return;
+  const auto wait = [this] { driver_.synchronize(*stream_); };
+  if (!log_failure("waiting for a copy", wait)) log_failure("waiting for a copy again", wait);
 }
 
 void copier::follow(const uses& in_use) {
@@ -66,8 +77,7 @@ scoped_event copier::copy_after(address to, address from, std::size_t bytes, con
   try {
     driver_.record(copied.get(), stream());
   } catch (...) {
-    // The copy is under way into memory that the caller is about to take down.
-    log_failure("waiting for a copy", [this] { driver_.synchronize(*stream_); });
+    settle();
     throw;
   }
   bytes_copied_ += bytes;

@@ -57,6 +57,9 @@ class copier {
   void copy(address to, address from, std::size_t bytes);
   /// Copies behind `in_use`; the event is done when the copy is.
   scoped_event copy_after(address to, address from, std::size_t bytes, const uses& in_use);
+  /// Waits for the copies under way, whose memory is about to go. Tries twice: a wait that failed
+  /// has not told that they are over.
+  void settle() noexcept;
   /// An event behind all that `in_use` names, without work of its own.
   scoped_event after(const uses& in_use);
 

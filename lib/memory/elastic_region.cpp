@@ -48,7 +48,9 @@ struct elastic_region::state {
         own(range.base()) {}
 
   ~state() {
-    log_failure("completing the pending changes of a region", [this] { finish(); });
+    if (!log_failure("completing the pending changes of a region", [this] { finish(); })) {
+      copies.settle();
+    }
   }
 
   grown grow(tier kind, std::size_t bytes);

@@ -14,6 +14,12 @@ namespace evmm {
 
 namespace {
 
+/// Loading takes tens of milliseconds, and a machine does not change.
+const topology& this_machine() {
+  static const topology machine = topology::load();
+  return machine;
+}
+
 const char* help_for(tier kind) {
   return kind == tier::device
              ? "grow with tier::host, migrate or shrink segments, or trim the caches of other "
@@ -45,7 +51,7 @@ memory_source::memory_source(driver& on, const source_options& options)
 memory_location memory_source::location(tier kind) {
   if (kind == tier::device) return memory_location::on(options_.device);
   if (!placement_) {
-    placement_ = choose_nodes(driver_, topology::load(), options_.device, options_.host);
+    placement_ = choose_nodes(driver_, this_machine(), options_.device, options_.host);
   }
   return memory_location::on(placement_->nodes[next_node_ % placement_->nodes.size()]);
 }

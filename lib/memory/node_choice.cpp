@@ -93,7 +93,8 @@ std::vector<node_candidate> every(const topology& machine, const std::vector<num
   return found;
 }
 
-/// "HOST_NUMA 0 for DEVICE 0: hwloc: local to PCI ... (proved)", then what was refused.
+/// "HOST_NUMA 0 for DEVICE 0: hwloc: local to PCI ... (proved)", or
+/// "HOST_NUMA 0, 1 for DEVICE 0, interleaved; 0: ... (proved); 1: ... (proved)"; then the refusals.
 std::string report(const placement_choice& choice, device_id device, bool interleaved) {
   std::string places, reasons, refusals;
   for (const auto node : choice.nodes) {
@@ -101,14 +102,15 @@ std::string report(const placement_choice& choice, device_id device, bool interl
   }
   for (const auto& candidate : choice.considered) {
     if (candidate.proved) {
-      reasons += fmt::format("{}{} (proved)", reasons.empty() ? "" : "; ", candidate.reason);
+      if (interleaved) reasons += fmt::format("; {}: ", candidate.node.value);
+      reasons += candidate.reason + " (proved)";
     } else if (!candidate.refusal.empty()) {
       refusals += fmt::format("; not {} ({}): {}", name_of(candidate.node), candidate.reason,
                               candidate.refusal);
     }
   }
-  return fmt::format("{} for {}: {}{}{}", places, to_string(memory_location::on(device)),
-                     interleaved ? "interleaved: " : "", reasons, refusals);
+  return fmt::format("{} for {}{}{}{}", places, to_string(memory_location::on(device)),
+                     interleaved ? ", interleaved" : ": ", reasons, refusals);
 }
 
 [[noreturn]] void refuse(const std::vector<node_candidate>& considered, device_id device) {

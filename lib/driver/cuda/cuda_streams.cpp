@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lib/driver/cuda/cuda_driver.hpp"
+#include "lib/driver/cuda/cuda_error.hpp"
+#include "lib/support/format.hpp"
+#include "lib/support/log.hpp"
+
+#include <evmm/error.hpp>
+
+#include <fmt/format.h>
+
+#include <utility>
+
+namespace evmm {
+
+namespace {
+
+void check_event(native_event event) {
+  if (event == nullptr) throw invalid_argument("the event is null");
+}
+
+void check_address(address at, const char* what) {
+  if (at == 0) throw invalid_argument(fmt::format("the address to {} is null", what));
+}
+
+/// Success or not-ready as an answer, anything else as an error.
+template <class Doing>
+bool answer(const cuda_api& api, CUresult result, Doing&& doing) {
+  if (result == CUDA_ERROR_NOT_READY) return false;
+  check(api, result, std::forward<Doing>(doing));
+  return true;
+}
+
+}  // namespace
+
+native_stream cuda_driver::create_stream(device_id device) {
+  check_caller();
+  entry(device);
+  const outside_capture relaxed(api_);
+  const auto current = context_scope::of(contexts_, device);
+  CUstream stream = nullptr;
+  check(api_, api_.stream_create(&stream, CU_STREAM_NON_BLOCKING),
+        [&] { return fmt::format("create a stream on DEVICE {}", device.value); });
+  return stream;
+}
+
+void cuda_driver::destroy_stream(native_stream stream) {
+  check_caller();
+  if (stream == nullptr) throw invalid_argument("the default stream cannot be destroyed");
+  if (failures_->take(stream)) log().error("a stream is destroyed whose failure nobody asked for");
+  check_return(api_, api_.stream_destroy(stream), [] { return "destroy a stream"; });
+}
+
+void cuda_driver::synchronize(native_stream stream) {
+  check_caller();
+  {
+    const outside_capture relaxed(api_);
+    const auto current = context_scope::any(contexts_);
+    check(api_, api_.stream_synchronize(stream), [] { return "synchronise a stream"; });
+  }
+  if (const auto failure = failures_->take(stream)) std::rethrow_exception(failure);
+}
+
+bool cuda_driver::idle(native_stream stream) {
+  check_caller();
+  const outside_capture relaxed(api_);
+  const auto current = context_scope::any(contexts_);
+  return answer(api_, api_.stream_query(stream), [] { return "query a stream"; });
+}
+
+native_event cuda_driver::create_event(device_id device) {
+  check_caller();
+  entry(device);
+  const outside_capture relaxed(api_);
+  const auto current = context_scope::of(contexts_, device);
+  CUevent event = nullptr;
+  check(api_, api_.event_create(&event, CU_EVENT_DISABLE_TIMING),
+        [&] { return fmt::format("create an event on DEVICE {}", device.value); });
+  return event;
+}
+
+void cuda_driver::destroy_event(native_event event) {
+  check_caller();
+  check_event(event);
+  check_return(api_, api_.event_destroy(event), [] { return "destroy an event"; });
+}
+
+void cuda_driver::record(native_event event, native_stream stream) {
+  check_caller();
+  check_event(event);
+  const auto current = context_scope::any(contexts_);
+  check(api_, api_.event_record(event, stream),
+        [] { return "record an event on a stream (both must be of one device)"; });
+}
+
+bool cuda_driver::done(native_event event) {
+  check_caller();
+  check_event(event);
+  const outside_capture relaxed(api_);
+  const auto current = context_scope::any(contexts_);
+  return answer(api_, api_.event_query(event), [] { return "query an event"; });
+}
+
+void cuda_driver::synchronize(native_event event) {
+  check_caller();
+  check_event(event);
+  const outside_capture relaxed(api_);
+  const auto current = context_scope::any(contexts_);
+  check(api_, api_.event_synchronize(event), [] { return "synchronise an event"; });
+}
+
+void cuda_driver::wait(native_stream stream, native_event event) {
+  check_caller();
+  check_event(event);
+  const auto current = context_scope::any(contexts_);
+  check(api_, api_.stream_wait_event(stream, event, CU_EVENT_WAIT_DEFAULT),
+        [] { return "make a stream wait for an event"; });
+}
+
+void cuda_driver::copy(address to, address from, std::size_t bytes, native_stream stream) {
+  check_caller();
+  if (bytes == 0) return;
+  check_address(to, "copy to");
+  check_address(from, "copy from");
+  const auto current = context_scope::of(contexts_, stream);
+  // Addresses are unified: the driver finds out which memory each is.
+  check(api_, api_.memcpy_async(to, from, bytes, stream), [&] {
+    return fmt::format("copy {} from {} to {}", format_bytes(bytes), format_address(from),
+                       format_address(to));
+  });
+}
+
+void cuda_driver::fill(address at, std::byte value, std::size_t bytes, native_stream stream) {
+  check_caller();
+  if (bytes == 0) return;
+  check_address(at, "fill");
+  const auto current = context_scope::of(contexts_, stream);
+  check(api_, api_.memset_d8_async(at, std::to_integer<unsigned char>(value), bytes, stream),
+        [&] { return fmt::format("fill {} at {}", format_bytes(bytes), format_address(at)); });
+}
+
+void cuda_driver::launch(native_stream stream, std::function<void()> function) {
+  check_caller();
+  if (!function) throw invalid_argument("the function to launch is empty");
+  const auto current = context_scope::of(contexts_, stream);
+  launch_host_function(api_, stream, std::move(function), failures_);
+}
+
+capture_info cuda_driver::capture(native_stream stream) const {
+  check_caller();
+  const auto current = context_scope::any(contexts_);
+  const stream_capture found = query_capture(api_, stream);
+  switch (found.status) {
+    case CU_STREAM_CAPTURE_STATUS_ACTIVE:
+      return {.status = capture_status::active, .id = found.id};
+    case CU_STREAM_CAPTURE_STATUS_INVALIDATED:
+      return {.status = capture_status::invalidated, .id = 0};
+    case CU_STREAM_CAPTURE_STATUS_NONE:
+      break;
+  }
+  return {};
+}
+
+}  // namespace evmm

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/support/region_contract.hpp"
+#include "tests/support/region_fault_contract.hpp"
+
+#include <evmm/elastic_region.hpp>
+#include <evmm/error.hpp>
+#include <evmm/host_driver.hpp>
+
+#include <gtest/gtest.h>
+
+#include <memory>
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+namespace evmm::test {
+namespace {
+
+const driver_choice k_host{
+    "host", [](std::string*) {
+      return host_driver::make({.devices = 2, .device_bytes = 4_GiB, .host_bytes = 4_GiB});
+    }};
+const auto k_name = [](const auto& info) { return info.param.name; };
+
+INSTANTIATE_TEST_SUITE_P(drivers, region_contract, ::testing::Values(k_host), k_name);
+INSTANTIATE_TEST_SUITE_P(drivers, region_fault_contract, ::testing::Values(k_host), k_name);
+
+TEST(elastic_region, grows_past_the_device_into_the_host_tier) {
+  const auto on = host_driver::make({.device_bytes = 16_MiB, .host_bytes = 1_GiB});
+  elastic_region region(on, {.reserve = 64_MiB});
+  region.grow(tier::device, 12_MiB);
+  try {
+    region.grow(tier::device, 8_MiB);
+    FAIL() << "8 MiB do not fit";
+  } catch (const out_of_memory& full) {
+    const std::string said = full.what();
+    EXPECT_NE(said.find("8.0 MiB on DEVICE 0"), std::string::npos) << said;
+    EXPECT_NE(said.find("4.0 MiB of 16.0 MiB are free"), std::string::npos) << said;
+    EXPECT_NE(full.help().find("tier::host"), std::string::npos) << full.help();
+  }
+  EXPECT_EQ(region.size(), 12_MiB);
+  EXPECT_EQ(region.epoch(), 1u);
+  region.grow(tier::host, 20_MiB);
+  EXPECT_GT(region.size(), on->describe({0}).total_bytes);
+  write_pattern(*on, reinterpret_cast<address>(region.data()), region.size(), 1);
+  EXPECT_TRUE(holds_pattern(*on, reinterpret_cast<address>(region.data()), region.size(), 1));
+}
+
+TEST(elastic_region, cached_handles_give_way_to_a_larger_one) {
+  const auto on = host_driver::make({.device_bytes = 16_MiB});
+  elastic_region region(on, {.reserve = 64_MiB});
+  region.grow(tier::device, 6_MiB);
+  region.grow(tier::device, 6_MiB);
+  region.shrink(12_MiB);
+  EXPECT_EQ(region.statistics().cached_bytes, 12_MiB);
+  region.grow(tier::device, 10_MiB);
+  EXPECT_EQ(region.statistics().cached_bytes, 6_MiB) << "only as many as had to go";
+}
+
+TEST(elastic_region, interleaves_the_host_tier_over_nodes) {
+  const auto on = host_driver::make({.numa_nodes = {0, 1}});
+  elastic_region region(
+      on, {.reserve = 64_MiB, .host = {.how = host_placement::policy::interleave, .nodes = {}}});
+  for (int i = 0; i < 4; ++i) region.grow(tier::host, 2_MiB);
+  std::vector<int> nodes;
+  for (const segment& held : region.segments()) nodes.push_back(held.where.index);
+  EXPECT_EQ(nodes, (std::vector<int>{0, 1, 0, 1}));
+}
+
+TEST(elastic_region, a_second_device_reaches_it_when_asked_for) {
+  const auto on = host_driver::make({.devices = 2});
+  elastic_region region(on, {.reserve = 8_MiB, .peers = {{1}}});
+  region.grow(tier::device, 2_MiB);
+  write_pattern(*on, reinterpret_cast<address>(region.data()), 2_MiB, 4);
+  EXPECT_THROW(elastic_region(on, {.reserve = 8_MiB, .peers = {{5}}}), error);
+}
+
+TEST(elastic_region, a_forked_child_is_told_so) {
+  const auto on = host_driver::make();
+  elastic_region region(on, {.reserve = 8_MiB});
+  region.grow(tier::device, 2_MiB);
+  const pid_t child = fork();
+  if (child == 0) {
+    int code = 1;
+    try {
+      region.grow(tier::device, 2_MiB);
+    } catch (const invalid_argument& refused) {
+      code = std::string(refused.what()).find("fork") != std::string::npos ? 0 : 2;
+    }
+    _exit(code);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  EXPECT_EQ(WEXITSTATUS(status), 0);
+}
+
+}  // namespace
+}  // namespace evmm::test
