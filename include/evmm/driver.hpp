@@ -52,6 +52,7 @@ struct device_description {
   bool host_memory = false;            ///< HOST_NUMA memory can be created and mapped
 };
 
+/// Bytes of a device or a NUMA node.
 struct memory_usage {
   std::size_t free_bytes = 0;
   std::size_t total_bytes = 0;
@@ -76,6 +77,7 @@ struct access_grant {
 
 enum class capture_status : std::uint8_t { none, active, invalidated };
 
+/// Which capture a stream is in, if any.
 struct capture_info {
   capture_status status = capture_status::none;
   std::uint64_t id = 0;  ///< unique among the process's captures; 0 unless active
@@ -212,4 +214,4 @@ std::shared_ptr<driver> default_driver();
 /// Replaces it; for tests and for programs that choose by themselves.
 void set_default_driver(std::shared_ptr<driver> replacement);
 
-}  // namespace gnu::visibility("default")]]evmm
+}  // namespace evmm

@@ -57,4 +57,4 @@ class host_driver : public driver {
                             native_stream stream) = 0;
 };
 
-}  // namespace gnu::visibility("default")]]evmm
+}  // namespace evmm

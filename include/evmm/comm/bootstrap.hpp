@@ -4,10 +4,10 @@
 #include <evmm/error.hpp>
 #include <evmm/types.hpp>
 
-#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -154,17 +154,18 @@ template <class T>
 std::vector<T> bootstrap::all_gather_value(const T& mine, std::string_view step) {
   static_assert(std::is_trivially_copyable_v<T>);
   const auto gathered = all_gather(std::as_bytes(std::span{&mine, 1}), step);
-  std::vector<T> values(gathered.size());
+  std::vector<T> values;
   for (std::size_t i = 0; i < gathered.size(); ++i) {
     if (gathered[i].size() != sizeof(T)) {
       throw peer_error("rank " + std::to_string(i) + " sent " + std::to_string(gathered[i].size()) +
                        " bytes in " + std::string(step) + ", expected " +
                        std::to_string(sizeof(T)));
     }
-    std::copy(gathered[i].begin(), gathered[i].end(),
-              std::as_writable_bytes(std::span{&values[i], 1}).begin());
+    T value;
+    std::memcpy(&value, gathered[i].data(), sizeof(T));
+    values.push_back(value);
   }
   return values;
 }
 
-}  // namespace gnu::visibility("default")]]evmm
+}  // namespace evmm
