@@ -107,11 +107,9 @@ void symmetric_region::state::close(const uses& in_use) {
   if (closed) return;
   try {
     agree_on(*ranks, "close", [&] { wait_for(*on, in_use); });
-  } catch (const timed_out& gone) {
+  } catch (const error& gone) {
+    if (!ranks->broken()) throw;
     // Whoever is left wants its memory back; its own streams are what counts for that.
-    log().warn("closing a symmetric region without its peers: {}", gone.what());
-    wait_for(*on, in_use);
-  } catch (const peer_error& gone) {
     log().warn("closing a symmetric region without its peers: {}", gone.what());
     wait_for(*on, in_use);
   }

@@ -129,10 +129,13 @@ def main():
         parser.error("name at least one .json to read and one plot to write")
 
     runs, skipped, machine = read(results)
-    wanted = re.compile(options.filter)
-    draw(options, {family: at for family, at in runs.items() if wanted.search(family)}, machine)
     for name, reason in skipped.items():
         print(f"skipped: {name}: {reason}", file=sys.stderr)
+    if skipped and not runs:
+        print("plot_bench: nothing to plot, every case was skipped", file=sys.stderr)
+        return
+    wanted = re.compile(options.filter)
+    draw(options, {family: at for family, at in runs.items() if wanted.search(family)}, machine)
 
 
 if __name__ == "__main__":

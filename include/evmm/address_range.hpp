@@ -39,4 +39,4 @@ class address_range {
   std::size_t size_ = 0;
 };
 
-}  // namespace gnu::visibility("default")]]evmm
+}  // namespace evmm

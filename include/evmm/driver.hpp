@@ -52,6 +52,7 @@ struct device_description {
   bool host_memory = false;            ///< HOST_NUMA memory can be created and mapped
 };
 
+/// Bytes of a device or a NUMA node.
 struct memory_usage {
   std::size_t free_bytes = 0;
   std::size_t total_bytes = 0;
@@ -76,9 +77,10 @@ struct access_grant {
 
 enum class capture_status : std::uint8_t { none, active, invalidated };
 
+/// Which capture a stream is in, if any.
 struct capture_info {
   capture_status status = capture_status::none;
-  std::uint64_t id = 0;  ///< unique among the process's captures; 0 when there is none
+  std::uint64_t id = 0;  ///< unique among the process's captures; 0 unless active
 };
 
 /// The seam to the machine: each member is one primitive of the CUDA driver, and everything above
@@ -142,8 +144,9 @@ class driver {
   /// Unmaps exactly one earlier map(). The caller has made sure that no stream uses it.
   virtual void unmap(address at, std::size_t bytes) = 0;
   /// Sets who may touch [at, at + bytes), which is fully mapped and ends on mapping boundaries.
-  /// Those not named keep what they had. Cost: 27 us (2 MiB) to 440 us (256 MiB) for the owner,
-  /// about 20 ms a GiB for another GPU.
+  /// Those not named keep what they had. CPUs can be given access to host
+  /// memory only. Cost: 27 us (2 MiB) to 440 us (256 MiB) for the owner, about 20 ms a GiB for
+  /// another GPU.
   virtual void set_access(address at, std::size_t bytes, std::span<const access_grant> grants) = 0;
 
   // --- sharing --------------------------------------------------------------------------------
@@ -211,4 +214,4 @@ std::shared_ptr<driver> default_driver();
 /// Replaces it; for tests and for programs that choose by themselves.
 void set_default_driver(std::shared_ptr<driver> replacement);
 
-}  // namespace gnu::visibility("default")]]evmm
+}  // namespace evmm

@@ -12,6 +12,7 @@
 
 namespace [[gnu::visibility("default")]] evmm {
 
+/// What an elastic_region is made from; only `reserve` has no default.
 struct region_options {
   device_id device{0};
   /// Addresses to reserve; rounded up to the granularity. Costs no memory.
@@ -128,4 +129,4 @@ class elastic_region {
   std::unique_ptr<state> state_;
 };
 
-}  // namespace gnu::visibility("default")]]evmm
+}  // namespace evmm

@@ -69,4 +69,4 @@ using timed_out = categorized_error<error_category::timed_out>;
 /// Throws the class that belongs to `category`: how an error crosses from one rank to another.
 [[noreturn]] void throw_error(error_category category, error_info info);
 
-}  // namespace gnu::visibility("default")]]evmm
+}  // namespace evmm

@@ -34,10 +34,13 @@ struct host_graph;
 /// The driver without a GPU. Device and host memory are memfd pages mapped into reserved ranges,
 /// shared by descriptor like the real thing; streams are worker threads that run in order. What
 /// the CUDA driver refuses, this one refuses with the same error, so that a test that passes here
-/// says something about there.
+/// says something about there. It also refuses some misuse that CUDA lets pass, such as unmapping
+/// what is not mapped.
 ///
 /// Differences that remain: the CPU may touch device memory that is mapped with any access (host
 /// functions play the kernels); capacity is counted by process, not by machine; times mean nothing.
+/// Each handle holds a file descriptor, so a driver raises the process's soft limit of open files
+/// to the hard one.
 class host_driver : public driver {
  public:
   static std::shared_ptr<host_driver> make(
@@ -54,4 +57,4 @@ class host_driver : public driver {
                             native_stream stream) = 0;
 };
 
-}  // namespace gnu::visibility("default")]]evmm
+}  // namespace evmm

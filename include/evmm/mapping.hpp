@@ -43,4 +43,4 @@ class mapping {
   std::size_t size_ = 0;
 };
 
-}  // namespace gnu::visibility("default")]]evmm
+}  // namespace evmm

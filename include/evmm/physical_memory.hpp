@@ -52,4 +52,4 @@ class physical_memory {
   bool owned_ = true;
 };
 
-}  // namespace gnu::visibility("default")]]evmm
+}  // namespace evmm

@@ -88,4 +88,4 @@ struct grown {
   std::size_t bytes = 0;
 };
 
-}  // namespace gnu::visibility("default")]]evmm
+}  // namespace evmm

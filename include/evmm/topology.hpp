@@ -92,4 +92,4 @@ class topology {
 placement_choice choose_nodes(driver& on, const topology& machine, device_id device,
                               const host_placement& placement = {});
 
-}  // namespace gnu::visibility("default")]]evmm
+}  // namespace evmm

@@ -54,4 +54,4 @@ std::string to_string(tier kind);
 /// "DEVICE 0" or "HOST_NUMA 1".
 std::string to_string(memory_location where);
 
-}  // namespace gnu::visibility("default")]]evmm
+}  // namespace evmm

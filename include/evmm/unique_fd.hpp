@@ -32,4 +32,4 @@ class unique_fd {
   int fd_ = -1;
 };
 
-}  // namespace gnu::visibility("default")]]evmm
+}  // namespace evmm

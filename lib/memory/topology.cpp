@@ -145,7 +145,14 @@ topology::~topology() = default;
 
 topology topology::load() {
   auto loading = std::make_unique<state>();
-  if (hwloc_topology_init(&loading->machine) != 0 || !load_machine(loading->machine)) {
+  const bool started = hwloc_topology_init(&loading->machine) == 0;
+  // hwloc reads PCI devices from sysfs by itself; its libpciaccess plug-in, where there is one,
+  // leaks at each load. It is no failure if there is none to leave out.
+  if (started) {
+    (void)hwloc_topology_set_components(loading->machine, HWLOC_TOPOLOGY_COMPONENTS_FLAG_BLACKLIST,
+                                        "pci");
+  }
+  if (!started || !load_machine(loading->machine)) {
     const int code = errno;
     throw driver_error(hwloc_failure("this machine's topology", code), {}, code);
   }

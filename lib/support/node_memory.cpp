@@ -1,20 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lib/support/node_memory.hpp"
 
+#include "lib/support/text_file.hpp"
+
 #include <algorithm>
 #include <charconv>
-#include <fstream>
-#include <iterator>
 
 namespace evmm {
 
 namespace {
-
-std::optional<std::string> contents(const std::string& path) {
-  std::ifstream file(path);
-  if (!file) return std::nullopt;
-  return std::string(std::istreambuf_iterator<char>(file), {});
-}
 
 /// The bytes of the line "Node 0 <key>   123 kB", or of "<key>   123 kB" as /proc/meminfo has it.
 std::optional<std::size_t> field(std::string_view text, std::string_view key) {
@@ -55,7 +49,7 @@ std::vector<int> parse_kernel_list(std::string_view text) {
 
 std::vector<numa_node> nodes_with_memory(const std::string& sysfs) {
   std::vector<numa_node> nodes;
-  for (const int number : parse_kernel_list(contents(sysfs + "/has_memory").value_or(""))) {
+  for (const int number : parse_kernel_list(read_text(sysfs + "/has_memory").value_or(""))) {
     nodes.push_back({number});
   }
   // A kernel without NUMA, or a sandbox without sysfs: all memory is node 0.
@@ -65,7 +59,7 @@ std::vector<numa_node> nodes_with_memory(const std::string& sysfs) {
 }
 
 bool sysfs_lists_nodes(const std::string& sysfs) {
-  return contents(sysfs + "/has_memory").has_value();
+  return read_text(sysfs + "/has_memory").has_value();
 }
 
 std::optional<memory_usage> parse_node_meminfo(std::string_view text) {
@@ -79,10 +73,10 @@ std::optional<memory_usage> parse_node_meminfo(std::string_view text) {
 }
 
 std::optional<memory_usage> node_memory(numa_node node, const std::string& sysfs) {
-  const auto text = contents(sysfs + "/node" + std::to_string(node.value) + "/meminfo");
+  const auto text = read_text(sysfs + "/node" + std::to_string(node.value) + "/meminfo");
   if (text) return parse_node_meminfo(*text);
   if (node.value != 0) return std::nullopt;
-  const auto whole = contents("/proc/meminfo");
+  const auto whole = read_text("/proc/meminfo");
   return whole ? parse_node_meminfo(*whole) : std::nullopt;
 }
 

@@ -8,10 +8,9 @@ if(EVMM_WARNINGS_AS_ERRORS)
 endif()
 target_compile_options(evmm_flags INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:${evmm_warnings}>")
 if(EVMM_HAVE_CUDA)
-  # CMake 3.25 refuses CUDA_STANDARD 20 with nvcc 13, so it is asked for by option.
   list(JOIN evmm_warnings "," evmm_cuda_warnings)
   target_compile_options(evmm_flags INTERFACE
-    "$<$<COMPILE_LANGUAGE:CUDA>:--std=c++20;--expt-relaxed-constexpr;-Xcompiler=${evmm_cuda_warnings}>")
+    "$<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr;-Xcompiler=${evmm_cuda_warnings}>")
 endif()
 if(EVMM_SANITIZE)
   target_compile_options(evmm_flags INTERFACE
@@ -44,3 +43,14 @@ function(evmm_program name)
   target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}")
   target_link_libraries(${name} PRIVATE evmm_flags ${arg_LIBRARIES})
 endfunction()
+
+# How tests start ranks: `${evmm_mpirun} -np N program`.
+if(EVMM_HAVE_MPI)
+  set(evmm_mpirun "${MPIEXEC_EXECUTABLE}" --oversubscribe --bind-to none --mca mpi_yield_when_idle 1
+    # Copies between processes by ptrace rights, which many containers refuse.
+    --mca btl_vader_single_copy_mechanism none)
+  execute_process(COMMAND id -u OUTPUT_VARIABLE evmm_user OUTPUT_STRIP_TRAILING_WHITESPACE)
+  if(evmm_user STREQUAL "0")
+    list(APPEND evmm_mpirun --allow-run-as-root)
+  endif()
+endif()

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <string>
 #include <string_view>
 
 namespace evmm::test {
@@ -30,6 +31,14 @@ class failure_printer final : public testing::EmptyTestEventListener {
                  result.message());
   }
 };
+
+// Ranks that report into one folder would all choose the same file name there.
+void name_report_by_rank() {
+  const char* folder = std::getenv("GTEST_OUTPUT");
+  const char* rank = std::getenv("OMPI_COMM_WORLD_RANK");
+  if (folder == nullptr || rank == nullptr || !std::string_view(folder).ends_with('/')) return;
+  GTEST_FLAG_SET(output, folder + ("rank" + std::string(rank) + ".xml"));
+}
 
 int run() {
   auto& listeners = testing::UnitTest::GetInstance()->listeners();
@@ -53,6 +62,7 @@ const std::shared_ptr<bootstrap>& world() {
 int main(int argc, char** argv) {
   // A rank that fails in the middle of a collective call must not hold the others for long.
   setenv("EVMM_TIMEOUT_MS", "20000", 0);
+  evmm::test::name_report_by_rank();
   testing::InitGoogleTest(&argc, argv);
   int code = 1;
   try {

@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include <chrono>
 #include <filesystem>
 #include <iterator>
 #include <map>
@@ -144,6 +145,11 @@ class fault_driver_impl final : public fault_driver {
   void clear_record() override {
     const std::lock_guard lock(mutex_);
     calls_.clear();
+    time_in_calls_ = {};
+  }
+  std::chrono::nanoseconds time_in_calls() const override {
+    const std::lock_guard lock(mutex_);
+    return time_in_calls_;
   }
 
   driver_info info() const override { return inner_->info(); }
@@ -279,9 +285,12 @@ class fault_driver_impl final : public fault_driver {
     struct written {
       const fault_driver_impl& self;
       driver_call kind;
+      std::chrono::steady_clock::time_point begin = std::chrono::steady_clock::now();
       ~written() {
+        const auto spent = std::chrono::steady_clock::now() - begin;
         const std::lock_guard lock(self.mutex_);
         self.calls_.push_back(kind);
+        self.time_in_calls_ += spent;
       }
     } const at_end{*this, kind};
     fail_if_armed(kind);
@@ -315,6 +324,7 @@ class fault_driver_impl final : public fault_driver {
   mutable std::optional<fault> armed_;
   mutable bool happened_ = false;
   mutable std::vector<driver_call> calls_;
+  mutable std::chrono::nanoseconds time_in_calls_{};
   std::map<address, std::size_t> ranges_;
   std::map<allocation_handle, std::size_t> handles_;
   std::map<address, std::size_t> mappings_;

@@ -4,6 +4,7 @@
 #include <evmm/driver.hpp>
 #include <evmm/error.hpp>
 
+#include <chrono>
 #include <cstddef>
 #include <memory>
 #include <ostream>
@@ -85,6 +86,8 @@ class fault_driver : public driver {
   /// Calls since the last clear_record(), in order of completion; also those that failed.
   virtual std::vector<driver_call> record_of_calls() const = 0;
   virtual void clear_record() = 0;
+  /// Time spent inside those calls, of all threads together: what the driver itself costs.
+  virtual std::chrono::nanoseconds time_in_calls() const = 0;
 };
 
 /// Holds a stream still: work enqueued after construction waits until open() or destruction.

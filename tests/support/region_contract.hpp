@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include "tests/support/driver_choice.hpp"
 #include "tests/support/fault_driver.hpp"
 #include "tests/support/patterns.hpp"
 
@@ -22,13 +23,6 @@
 namespace evmm::test {
 
 using namespace evmm::units;
-
-/// Makes the driver to test; null when there is none, with the reason.
-struct driver_choice {
-  std::string name;
-  std::function<std::shared_ptr<driver>(std::string* why_not)> make;
-  friend void PrintTo(const driver_choice& choice, std::ostream* out) { *out << choice.name; }
-};
 
 class region_contract : public ::testing::TestWithParam<driver_choice> {
  protected:

@@ -168,4 +168,4 @@ std::vector<T> bootstrap::all_gather_value(const T& mine, std::string_view step)
   return values;
 }
 
-}  // namespace gnu::visibility("default")]]evmm
+}  // namespace evmm

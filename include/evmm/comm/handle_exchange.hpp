@@ -52,4 +52,4 @@ class handle_exchange {
   std::unique_ptr<state> state_;
 };
 
-}  // namespace gnu::visibility("default")]]evmm
+}  // namespace evmm

@@ -14,6 +14,7 @@
 
 namespace [[gnu::visibility("default")]] evmm {
 
+/// What a symmetric_region is made from; only `reserve` has no default.
 struct symmetric_options {
   /// This rank's device. Ranks may share one.
   device_id device{0};
@@ -109,4 +110,4 @@ class symmetric_region {
   std::unique_ptr<state> state_;
 };
 
-}  // namespace gnu::visibility("default")]]evmm
+}  // namespace evmm

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lib/driver/host/fork_guard.hpp"
 #include "lib/driver/host/memory_table.hpp"
 #include "lib/driver/host/options.hpp"
 #include "lib/driver/host/pages.hpp"
 #include "lib/driver/host/stream_table.hpp"
+#include "lib/support/fork_guard.hpp"
 
 #include <evmm/error.hpp>
 #include <evmm/host_driver.hpp>
@@ -11,6 +11,7 @@
 
 #include <fmt/format.h>
 
+#include <cerrno>
 #include <cstring>
 #include <utility>
 
@@ -20,6 +21,17 @@ namespace {
 
 using host::memory_table;
 using host::stream_table;
+
+/// When work is enqueued, as CUDA looks addresses up then; and again when it runs, since a range
+/// that was unmapped meanwhile is a fault there.
+template <class Error>
+void check_touch(const memory_table& memory, address at, std::size_t bytes, access_kind need) {
+  if (bytes != 0 && at == 0) throw invalid_argument("the address of a copy or fill is null");
+  if (auto why = memory.why_untouchable(at, bytes, need)) {
+    throw Error(std::move(*why), "map the range and set access first, and unmap it after its use",
+                EFAULT);
+  }
+}
 
 /// Puts the tables together and keeps out calls that CUDA would not survive.
 class host_driver_impl final : public host_driver {
@@ -32,7 +44,7 @@ class host_driver_impl final : public host_driver {
   }
 
   ~host_driver_impl() override {
-    if (host::fork_generation() == generation_) return;
+    if (!process_.forked()) return;
     // In a forked child the threads of the streams are not there to be joined, and any lock may be
     // held for good: leave all to the end of the process.
     static_cast<void>(streams_.release());
@@ -183,16 +195,19 @@ class host_driver_impl final : public host_driver {
 
   void copy(address to, address from, std::size_t bytes, native_stream stream) override {
     check_caller();
+    check_touch<invalid_argument>(*memory_, from, bytes, access_kind::read);
+    check_touch<invalid_argument>(*memory_, to, bytes, access_kind::read_write);
     streams_->enqueue(stream, [memory = memory_, to, from, bytes] {
-      memory->check_touch(from, bytes, access_kind::read);
-      memory->check_touch(to, bytes, access_kind::read_write);
+      check_touch<driver_error>(*memory, from, bytes, access_kind::read);
+      check_touch<driver_error>(*memory, to, bytes, access_kind::read_write);
       std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
     });
   }
   void fill(address at, std::byte value, std::size_t bytes, native_stream stream) override {
     check_caller();
+    check_touch<invalid_argument>(*memory_, at, bytes, access_kind::read_write);
     streams_->enqueue(stream, [memory = memory_, at, value, bytes] {
-      memory->check_touch(at, bytes, access_kind::read_write);
+      check_touch<driver_error>(*memory, at, bytes, access_kind::read_write);
       std::memset(reinterpret_cast<void*>(at), std::to_integer<int>(value), bytes);
     });
   }
@@ -222,10 +237,7 @@ class host_driver_impl final : public host_driver {
 
  private:
   void check_caller() const {
-    if (host::fork_generation() != generation_) {
-      throw invalid_argument("the driver was made before this process was forked",
-                             "start processes with exec, or make the driver after the fork");
-    }
+    process_.check();
     if (host::on_worker_thread()) {
       throw invalid_argument("a function launched on a stream called the driver",
                              "call it from the thread that launches");
@@ -237,7 +249,7 @@ class host_driver_impl final : public host_driver {
   }
 
   const host_driver_options options_;
-  const unsigned generation_ = host::fork_generation();
+  const fork_guard process_;
   std::shared_ptr<memory_table> memory_;  ///< shared with the copies that are under way
   std::unique_ptr<stream_table> streams_;
 };

@@ -10,7 +10,6 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <iterator>
 #include <limits>
 #include <string>
@@ -98,6 +97,10 @@ address memory_table::reserve(std::size_t bytes, std::size_t alignment, address 
     throw invalid_argument(
         fmt::format("cannot reserve addresses aligned to {}: not a power of two", alignment));
   }
+  if (hint % k_granularity != 0) {
+    throw invalid_argument(fmt::format("cannot reserve addresses at {}: not a multiple of {}",
+                                       format_address(hint), format_bytes(k_granularity)));
+  }
   alignment = std::max(alignment, k_granularity);
   if (bytes > std::numeric_limits<std::size_t>::max() - alignment) {
     throw invalid_argument(
@@ -141,11 +144,9 @@ allocation_handle memory_table::create(const allocation_request& request) {
   account& payer = account_of(request.where);
   const auto doing = fmt::format("cannot create on {}", to_string(request.where));
   check_size(request.bytes, doing);
-  if (request.rdma) {
-    if (request.where.kind == tier::host) {
-      throw invalid_argument(doing + ": GPUDirect RDMA is for device memory");
-    }
-    throw unsupported(doing + ": the host driver has no GPUDirect RDMA", "leave rdma false");
+  if (request.rdma && request.where.kind == tier::host) {
+    throw invalid_argument(doing + ": GPUDirect RDMA is a property of device memory",
+                           "leave rdma false for host memory");
   }
   if (request.share == share_kind::fabric && !fabric_) {
     throw unsupported(doing + ": this host driver has no fabric handles",
@@ -162,7 +163,7 @@ allocation_handle memory_table::create(const allocation_request& request) {
                  "(EVMM_HOST_DEVICE_BYTES)"
                : "release memory, or raise host_driver_options::host_bytes (EVMM_HOST_BYTES)");
   }
-  physical made{make_pages(request.bytes), request.bytes, request.share, nullptr};
+  physical made{make_pages(request.bytes), request.bytes, request.where.kind, request.share};
   if (request.where.kind == tier::host) {
     bind_pages(made.pages.get(), request.bytes, numa_node{request.where.index});
   }
@@ -228,6 +229,7 @@ void memory_table::map(address at, std::size_t bytes, allocation_handle handle) 
   }
   const auto entry = mapped_.try_emplace(at).first;
   entry->second.bytes = bytes;
+  entry->second.kind = memory.kind;
   entry->second.paid = memory.paid;
   try {
     map_pages(at, bytes, memory.pages.get());
@@ -255,6 +257,9 @@ void memory_table::unmap(address at, std::size_t bytes) {
 
 void memory_table::set_access(address at, std::size_t bytes, std::span<const access_grant> grants) {
   check_range(at, bytes, "cannot set access to");
+  const bool to_cpus = std::any_of(grants.begin(), grants.end(), [](const access_grant& grant) {
+    return grant.who.kind == tier::host;
+  });
   for (const auto& grant : grants) check_location(grant.who);
   const std::lock_guard lock(mutex_);
 
@@ -265,6 +270,12 @@ void memory_table::set_access(address at, std::size_t bytes, std::span<const acc
        covered != at + bytes && entry != mapped_.end() && entry->first == covered; ++entry) {
     if (entry->second.bytes > at + bytes - covered) break;
     covered += entry->second.bytes;
+    if (to_cpus && entry->second.kind == tier::device) {
+      throw invalid_argument(
+          fmt::format("cannot give CPUs access to {}: it is device memory",
+                      span_text(entry->first, entry->second.bytes)),
+          "CPUs reach HOST_NUMA memory only; copy, or put the segment in the host tier");
+    }
     mapped after = entry->second;
     for (const auto& grant : grants) after.grants[grant.who] = grant.kind;
     after.access = most(after.grants);
@@ -314,7 +325,7 @@ allocation_handle memory_table::import_fd(int fd, const allocation_request& requ
   check_pages(fd, request.bytes);
   unique_fd pages = duplicate(fd);
   const std::lock_guard lock(mutex_);
-  return add({std::move(pages), request.bytes, request.share, nullptr});
+  return add({std::move(pages), request.bytes, request.where.kind, request.share});
 }
 
 fabric_handle memory_table::export_fabric(allocation_handle handle) const {
@@ -336,16 +347,17 @@ allocation_handle memory_table::import_fabric(const fabric_handle& shared,
   check_size(request.bytes, "cannot import");
   unique_fd pages = open_pages(shared, request.bytes);
   const std::lock_guard lock(mutex_);
-  return add({std::move(pages), request.bytes, request.share, nullptr});
+  return add({std::move(pages), request.bytes, request.where.kind, request.share});
 }
 
-void memory_table::check_touch(address at, std::size_t bytes, access_kind need) const {
-  if (bytes == 0) return;
+std::optional<std::string> memory_table::why_untouchable(address at, std::size_t bytes,
+                                                         access_kind need) const {
+  if (bytes == 0) return std::nullopt;
   const std::lock_guard lock(mutex_);
   const auto past = ranges_.lower_bound(at + bytes);
-  if (past == ranges_.begin()) return;
+  if (past == ranges_.begin()) return std::nullopt;
   const auto& [base, size] = *std::prev(past);
-  if (base + size <= at) return;  // ordinary memory
+  if (base + size <= at) return std::nullopt;
 
   address covered = at;
   auto entry = mapped_.upper_bound(at);
@@ -354,11 +366,9 @@ void memory_table::check_touch(address at, std::size_t bytes, access_kind need) 
     if (entry->first + entry->second.bytes <= covered || entry->second.access < need) break;
     covered = entry->first + entry->second.bytes;
   }
-  if (covered >= at + bytes) return;
-  throw driver_error(
-      fmt::format("a stream touches {}, which may not be {} from {} on", span_text(at, bytes),
-                  need == access_kind::read ? "read" : "written", format_address(covered)),
-      "map the range and set access before work uses it", EFAULT);
+  if (covered >= at + bytes) return std::nullopt;
+  return fmt::format("{} may not be {} from {} on", span_text(at, bytes),
+                     need == access_kind::read ? "read" : "written", format_address(covered));
 }
 
 }  // namespace evmm::host

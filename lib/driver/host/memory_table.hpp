@@ -10,7 +10,9 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
+#include <string>
 #include <string_view>
 #include <unordered_map>
 
@@ -42,9 +44,9 @@ class memory_table {
   fabric_handle export_fabric(allocation_handle handle) const;
   allocation_handle import_fabric(const fabric_handle& shared, const allocation_request& request);
 
-  /// Throws driver_error when [at, at + bytes) is partly or wholly reserved here but may not be
-  /// touched in this way: what is a fault of the device on the real thing.
-  void check_touch(address at, std::size_t bytes, access_kind need) const;
+  /// Why [at, at + bytes) may not be touched in this way; nullopt when it may, and when nothing of
+  /// it is reserved here, so that it is ordinary memory.
+  std::optional<std::string> why_untouchable(address at, std::size_t bytes, access_kind need) const;
 
  private:
   /// Bytes of a device or node that are held; given back when the last user of `charge` goes.
@@ -64,11 +66,13 @@ class memory_table {
   struct physical {
     unique_fd pages;
     std::size_t bytes = 0;
+    tier kind = tier::device;
     share_kind share = share_kind::none;
-    std::shared_ptr<charge> paid;
+    std::shared_ptr<charge> paid = nullptr;
   };
   struct mapped {
     std::size_t bytes = 0;
+    tier kind = tier::device;
     std::shared_ptr<charge> paid;
     std::map<memory_location, access_kind> grants;
     access_kind access = access_kind::none;  ///< the most that any grant allows

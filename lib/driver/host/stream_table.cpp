@@ -69,9 +69,9 @@ void stream_table::destroy_stream(native_stream stream) {
   const std::lock_guard lock(mutex_);
   if (stream == nullptr) throw invalid_argument("the default stream cannot be destroyed");
   auto& state = find(stream);
-  if (state.capturing) {
+  if (state.capturing && state.capturing->origin() == stream) {
     state.capturing->invalidate();
-    if (state.capturing->origin() == stream) end(session(state.capturing));
+    end(session(state.capturing));
   }
   reap();
   closing_.push_back(state.queue);
@@ -224,7 +224,9 @@ capture_info stream_table::capture(native_stream stream) const {
   const std::lock_guard lock(mutex_);
   const auto& capturing = const_cast<stream_table*>(this)->find(stream).capturing;
   if (!capturing) return {};
-  return {capturing->status(), capturing->id()};
+  // CUDA, too, forgets the number of a capture that was invalidated.
+  const auto status = capturing->status();
+  return {status, status == capture_status::active ? capturing->id() : 0};
 }
 
 }  // namespace evmm::host

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+# Installs evmm into a fresh prefix and builds and runs two programs against it: one through
+# find_package, one through pkg-config. The prefix is moved first, since packages get relocated.
+# With `shared` set, evmm is built first, as that kind of library and without CUDA.
+cmake_minimum_required(VERSION 3.25)
+
+function(run)
+  list(JOIN ARGN " " line)
+  message(STATUS "${line}")
+  execute_process(COMMAND ${ARGN} COMMAND_ERROR_IS_FATAL ANY)
+endfunction()
+
+file(REMOVE_RECURSE "${work}/staged" "${work}/prefix" "${work}/by_package")
+file(MAKE_DIRECTORY "${work}")
+set(common -G "${generator}" "-DCMAKE_MAKE_PROGRAM=${make_program}" "-DCMAKE_CXX_COMPILER=${compiler}"
+  "-DCMAKE_CXX_COMPILER_LAUNCHER=${launcher}" "-DCMAKE_BUILD_TYPE=${config}")
+
+if(DEFINED shared)
+  set(build "${work}/evmm")
+  run("${CMAKE_COMMAND}" -S "${source}" -B "${build}" ${common} "-DCMAKE_CXX_FLAGS=-O0 -g0"
+    "-DBUILD_SHARED_LIBS=${shared}" "-DCMAKE_INSTALL_LIBDIR=${libdir}" -DEVMM_CUDA=OFF
+    -DEVMM_TESTS=OFF -DEVMM_EXAMPLES=OFF -DEVMM_BENCHMARKS=OFF)
+  run("${CMAKE_COMMAND}" --build "${build}" -j 2)
+endif()
+run("${CMAKE_COMMAND}" --install "${build}" --config "${config}" --prefix "${work}/staged")
+file(RENAME "${work}/staged" "${work}/prefix")
+
+run("${CMAKE_COMMAND}" -S "${CMAKE_CURRENT_LIST_DIR}/consumer" -B "${work}/by_package" ${common}
+  "-DCMAKE_PREFIX_PATH=${work}/prefix")
+run("${CMAKE_COMMAND}" --build "${work}/by_package")
+run("${work}/by_package/consumer")
+
+# The modules that are installed: evmm-comm stands on evmm-core.
+set(module evmm-core)
+set(definition "")
+if(EXISTS "${work}/prefix/${libdir}/pkgconfig/evmm-comm.pc")
+  set(module evmm-comm)
+  set(definition -DCONSUMER_HAS_COMM=1)
+endif()
+set(ENV{PKG_CONFIG_PATH} "${work}/prefix/${libdir}/pkgconfig")
+execute_process(COMMAND "${pkg_config}" --cflags --libs ${module}
+  OUTPUT_VARIABLE flags OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+separate_arguments(flags UNIX_COMMAND "${flags}")
+run("${compiler}" -std=c++20 ${definition} "${CMAKE_CURRENT_LIST_DIR}/consumer/consumer.cpp"
+  -o "${work}/by_pkg_config" ${flags} "-Wl,-rpath,${work}/prefix/${libdir}")
+run("${work}/by_pkg_config")
+
+# The installed program starts from where it lies.
+if(EXISTS "${work}/prefix/bin/evmm")
+  run("${work}/prefix/bin/evmm" --version)
+endif()

@@ -1,0 +1,322 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/support/symmetric_cases.hpp"
+
+#include "tests/support/fault_driver.hpp"
+#include "tests/support/patterns.hpp"
+#include "tests/support/thread_ranks.hpp"
+
+#include <evmm/error.hpp>
+#include <evmm/units.hpp>
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+namespace evmm::test {
+
+using namespace evmm::units;
+
+namespace {
+
+address address_of(const std::byte* at) {
+  return reinterpret_cast<address>(at);
+}
+
+std::uint64_t seed_of(std::uint64_t seed, rank_id rank) {
+  return seed * 100 + static_cast<std::uint64_t>(rank.value);
+}
+
+/// What `call` throws, the same text on every rank.
+std::string thrown_everywhere(const rank_context& at, const std::function<void()>& call) {
+  const std::string said = thrown_by(call);
+  const auto all = at.ranks->all_gather(std::as_bytes(std::span{said}));
+  for (const auto& other : all) {
+    EXPECT_EQ(std::string(reinterpret_cast<const char*>(other.data()), other.size()), said)
+        << "all ranks throw the same error";
+  }
+  return said;
+}
+
+void grows_and_is_reached_by_every_peer(const rank_context& at) {
+  auto region = at.make();
+  EXPECT_EQ(region.rank(), at.ranks->rank());
+  EXPECT_EQ(region.size(), 0u);
+  const grown first = region.grow(tier::device, at.granule());
+  const grown second = region.grow(tier::host, 2 * at.granule());
+  EXPECT_EQ(first.offset, 0u);
+  EXPECT_EQ(second.offset, at.granule());
+  EXPECT_EQ(region.size(), 3 * at.granule());
+  EXPECT_EQ(region.epoch(), 2u);
+  for (const rank_id peer : at.ranks->node_ranks()) {
+    EXPECT_TRUE(region.reachable(peer));
+    EXPECT_EQ(region.segments(peer).size(), 2u);
+  }
+  EXPECT_EQ(region.peer(region.rank()), region.local());
+  expect_shared(region, 1);
+  region.close();
+}
+
+void stores_into_a_peers_part_arrive(const rank_context& at) {
+  auto region = at.make();
+  region.grow(tier::device, at.granule());
+  region.grow(tier::host, at.granule());
+  // Each rank writes into its own slice of the next rank's part, across the tier boundary.
+  const auto& here = at.ranks->node_ranks();
+  const auto me = static_cast<std::size_t>(at.ranks->node_rank());
+  const rank_id next = here[(me + 1) % here.size()];
+  const rank_id previous = here[(me + here.size() - 1) % here.size()];
+  const std::size_t from = at.granule() - 64_KiB;
+  write_pattern(*at.on, address_of(region.peer(next) + from), 128_KiB,
+                seed_of(7, at.ranks->rank()));
+  at.ranks->barrier();
+  EXPECT_TRUE(
+      holds_pattern(*at.on, address_of(region.local() + from), 128_KiB, seed_of(7, previous)));
+  region.close();
+}
+
+void tiers_may_differ_by_rank(const rank_context& at) {
+  auto region = at.make();
+  const auto tier_of = [](rank_id rank) { return rank.value % 2 == 0 ? tier::device : tier::host; };
+  region.grow(tier_of(at.ranks->rank()), at.granule());
+  region.grow(tier::host, at.granule());
+  const symmetric_view view = region.view();
+  EXPECT_EQ(view.ranks, static_cast<int>(at.ranks->node_ranks().size()));
+  EXPECT_EQ(view.size, region.size());
+  EXPECT_EQ(view.epoch, region.epoch());
+  for (int r = 0; r < view.ranks; ++r) {
+    const rank_id rank = at.ranks->node_ranks()[static_cast<std::size_t>(r)];
+    EXPECT_EQ(region.segments(rank)[0].where.kind, tier_of(rank));
+    EXPECT_EQ(view.on_host(r, 0), tier_of(rank) == tier::host);
+    EXPECT_TRUE(view.on_host(r, at.granule()));
+    EXPECT_EQ(reinterpret_cast<std::byte*>(view.peer(r)), region.peer(rank));
+  }
+  expect_shared(region, 2);
+  // Host segments are the CPU's as well, a peer's too.
+  auto* const word = reinterpret_cast<std::uint64_t*>(region.local() + at.granule());
+  at.ranks->barrier();
+  *word = 40 + static_cast<std::uint64_t>(at.ranks->rank().value);
+  at.ranks->barrier();
+  for (const rank_id peer : at.ranks->node_ranks()) {
+    const auto* found = reinterpret_cast<std::uint64_t*>(region.peer(peer) + at.granule());
+    EXPECT_EQ(*found, 40 + static_cast<std::uint64_t>(peer.value));
+  }
+  region.close();
+}
+
+void migrates_with_contents_even_on_some_ranks_only(const rank_context& at) {
+  auto region = at.make();
+  region.grow(tier::device, at.granule());
+  region.grow(tier::device, at.granule());
+  expect_shared(region, 3);
+  const tier wanted = at.ranks->rank() == rank_id{0} ? tier::host : tier::device;
+  region.migrate(1, wanted);
+  EXPECT_EQ(region.epoch(), 3u);
+  EXPECT_EQ(region.segments(region.rank())[1].where.kind, wanted);
+  if (region.reachable({0})) {
+    EXPECT_EQ(region.segments({0})[1].where.kind, tier::host);
+  }
+  expect_still_shared(region, 3);
+  region.migrate(1, tier::host);
+  region.migrate(1, tier::device);
+  expect_still_shared(region, 3);
+  const auto epoch = region.epoch();
+  region.migrate(1, tier::device);
+  EXPECT_EQ(region.epoch(), epoch) << "nobody moved";
+  region.close();
+}
+
+void shrinks_and_grows_again_with_kept_handles(const rank_context& at) {
+  auto region = at.make();
+  region.grow(tier::device, at.granule());
+  region.grow(tier::device, 2 * at.granule());
+  expect_shared(region, 4);
+  EXPECT_EQ(region.shrink(at.granule()), 0u);
+  EXPECT_EQ(region.shrink(2 * at.granule()), 2 * at.granule());
+  EXPECT_EQ(region.size(), at.granule());
+  EXPECT_EQ(region.statistics().cached_bytes, 2 * at.granule());
+  expect_still_shared(region, 4);
+  region.grow(tier::device, 2 * at.granule());
+  EXPECT_EQ(region.statistics().handles_reused, 1u);
+  expect_shared(region, 5);
+  region.close();
+}
+
+void sleeps_and_wakes_with_contents(const rank_context& at) {
+  auto region = at.make();
+  region.grow(tier::device, at.granule());
+  region.grow(tier::host, at.granule());
+  expect_shared(region, 6);
+  region.discard(contents::backup);
+  EXPECT_EQ(region.statistics().device_bytes, 0u);
+  EXPECT_EQ(region.size(), 2 * at.granule());
+  region.restore();
+  expect_still_shared(region, 6);
+  region.discard(contents::drop, {}, 1, 1);
+  region.restore();
+  expect_shared(region, 7);
+  region.close();
+}
+
+void different_arguments_are_an_error_for_all(const rank_context& at) {
+  auto region = at.make();
+  region.grow(tier::device, at.granule());
+  expect_shared(region, 8);
+  if (at.ranks->size() == 1) return;
+  const bool odd = at.ranks->rank() == rank_id{1};
+  const auto before = layout(region);
+  std::string said =
+      thrown_everywhere(at, [&] { region.grow(tier::device, at.granule() * (odd ? 2 : 1)); });
+  EXPECT_EQ(said.find("invalid_argument"), 0u) << said;
+  EXPECT_NE(said.find("rank 1 grow by 4.0 MiB"), std::string::npos) << said;
+  said = thrown_everywhere(at, [&] {
+    if (odd) {
+      region.shrink(at.granule());
+    } else {
+      region.grow(tier::device, at.granule());
+    }
+  });
+  EXPECT_NE(said.find("rank 1 shrink"), std::string::npos) << said;
+  EXPECT_EQ(layout(region), before);
+  expect_still_shared(region, 8);
+  said = thrown_everywhere(at, [&] {
+    symmetric_region(at.ranks, at.on,
+                     {.device = at.device, .reserve = (odd ? 8 : 4) * at.granule()});
+  });
+  EXPECT_NE(said.find("`reserve` differs"), std::string::npos) << said;
+  region.grow(tier::host, at.granule());
+  expect_shared(region, 9);
+  region.close();
+}
+
+void wrong_calls_are_refused_alike(const rank_context& at) {
+  auto region = at.make({.reserve = 4 * at.granule()});
+  const auto says = [&](const std::function<void()>& call) { return thrown_everywhere(at, call); };
+  EXPECT_NE(says([&] { region.grow(tier::device, 0); }).find("0 bytes"), std::string::npos);
+  EXPECT_NE(says([&] { region.grow(tier::host, 5 * at.granule()); }).find("reserve"),
+            std::string::npos);
+  EXPECT_NE(says([&] { region.migrate(0, tier::host); }).find("no segment 0"), std::string::npos);
+  EXPECT_NE(says([&] { region.discard(contents::drop, {}, 3); }).find("no segment 3"),
+            std::string::npos);
+  EXPECT_NE(says([&] { (void)region.peer({99}); }).find("no rank 99"), std::string::npos);
+  EXPECT_NE(
+      says([&] { symmetric_region(at.ranks, at.on, {.device = {99}, .reserve = 1}); }).find("99"),
+      std::string::npos);
+  EXPECT_EQ(region.epoch(), 0u);
+  region.grow(tier::device, at.granule());
+  region.close();
+  region.close();
+  EXPECT_NE(says([&] { region.grow(tier::device, 1); }).find("was closed"), std::string::npos);
+  EXPECT_NE(says([&] { (void)region.view(); }).find("was closed"), std::string::npos);
+  EXPECT_EQ(region.size(), 0u);
+}
+
+void one_ranks_observer_vetoes_for_all(const rank_context& at) {
+  auto region = at.make();
+  region.grow(tier::device, at.granule());
+  expect_shared(region, 10);
+  const rank_id last{at.ranks->size() - 1};
+  int undone = 0;
+  const auto subscription = region.observe(
+      {.before_change =
+           [&](const region_change&) {
+             if (at.ranks->rank() == last) throw unsupported("in use by a graph");
+           },
+       .after_change = [&](const region_change& change) { undone += change.committed ? 0 : 1; }});
+  const auto said = thrown_everywhere(at, [&] { region.migrate(0, tier::host); });
+  EXPECT_EQ(said.find("unsupported: rank " + std::to_string(last.value)), 0u) << said;
+  EXPECT_EQ(undone, at.ranks->rank() == last ? 0 : 1);
+  EXPECT_EQ(region.segments(region.rank())[0].where.kind, tier::device);
+  expect_still_shared(region, 10);
+}
+
+void the_same_address_everywhere_when_asked_for(const rank_context& at) {
+  auto region = at.make({.same_address = true});
+  const auto bases = at.ranks->all_gather_value(address_of(region.local()) -
+                                                static_cast<std::size_t>(at.ranks->node_rank()) *
+                                                    region.reserved());
+  const bool equal =
+      std::all_of(bases.begin(), bases.end(), [&](address base) { return base == bases.front(); });
+  EXPECT_EQ(region.same_address(), equal);
+  region.grow(tier::device, at.granule());
+  expect_shared(region, 11);
+  region.close();
+}
+
+void changes_elsewhere_do_not_stall_a_busy_stream(const rank_context& at) {
+  auto region = at.make();
+  for (int i = 0; i < 2; ++i) region.grow(tier::device, at.granule());
+  const native_stream busy = at.on->create_stream(at.device);
+  {
+    stream_gate gate(*at.on, busy);
+    gate.wait_reached();
+    at.on->fill(address_of(region.local()), std::byte{9}, at.granule(), busy);
+    region.grow(tier::host, at.granule());
+    region.migrate(1, tier::host);
+    EXPECT_FALSE(at.on->idle(busy));
+  }
+  at.on->synchronize(busy);
+  std::vector<std::byte> found(at.granule());
+  at.on->copy(address_of(found.data()), address_of(region.local()), found.size(), busy);
+  at.on->synchronize(busy);
+  EXPECT_EQ(found, std::vector<std::byte>(at.granule(), std::byte{9}));
+  at.on->destroy_stream(busy);
+  region.close();
+}
+
+}  // namespace
+
+symmetric_region rank_context::make(symmetric_options options) const {
+  options.device = device;
+  if (options.reserve == 0) options.reserve = 32 * granule();
+  return {ranks, on, options};
+}
+
+const std::vector<symmetric_case>& symmetric_cases() {
+#define EVMM_CASE(name) \
+  { #name, &name }
+  static const std::vector<symmetric_case> all = {
+      EVMM_CASE(grows_and_is_reached_by_every_peer),
+      EVMM_CASE(stores_into_a_peers_part_arrive),
+      EVMM_CASE(tiers_may_differ_by_rank),
+      EVMM_CASE(migrates_with_contents_even_on_some_ranks_only),
+      EVMM_CASE(shrinks_and_grows_again_with_kept_handles),
+      EVMM_CASE(sleeps_and_wakes_with_contents),
+      EVMM_CASE(different_arguments_are_an_error_for_all),
+      EVMM_CASE(wrong_calls_are_refused_alike),
+      EVMM_CASE(one_ranks_observer_vetoes_for_all),
+      EVMM_CASE(the_same_address_everywhere_when_asked_for),
+      EVMM_CASE(changes_elsewhere_do_not_stall_a_busy_stream),
+  };
+#undef EVMM_CASE
+  return all;
+}
+
+void expect_shared(const symmetric_region& region, std::uint64_t seed) {
+  write_pattern(region.on(), address_of(region.local()), region.size(),
+                seed_of(seed, region.rank()));
+  expect_still_shared(region, seed);
+}
+
+void expect_still_shared(const symmetric_region& region, std::uint64_t seed) {
+  region.ranks().barrier("test: written");
+  for (const rank_id peer : region.ranks().node_ranks()) {
+    EXPECT_TRUE(holds_pattern(region.on(), address_of(region.peer(peer)), region.size(),
+                              seed_of(seed, peer)))
+        << "rank " << peer.value << " as rank " << region.rank().value << " sees it";
+  }
+  region.ranks().barrier("test: read");
+}
+
+std::string layout(const symmetric_region& region) {
+  std::string text = std::to_string(region.size()) + " epoch " + std::to_string(region.epoch());
+  for (const rank_id peer : region.ranks().node_ranks()) {
+    text += " |";
+    for (const segment& held : region.segments(peer)) {
+      text += " " + std::to_string(held.offset) + "+" + std::to_string(held.bytes) + "@" +
+              to_string(held.where) + (held.state == segment_state::mapped ? "" : "!");
+    }
+  }
+  return text;
+}
+
+}  // namespace evmm::test
