@@ -20,7 +20,7 @@ Works from any folder. Without a GPU the host driver plays one small device a ra
   -j, --jobs N    parallel compilations; default: all cores
   -h, --help      this text
 
-The example's output is kept in build/release/demo/log. The exit code is 0 when every byte was
+The example's output is kept in build/release/demo/log, its numbers in numbers.json beside it. The exit code is 0 when every byte was
 right, 1 when something failed, 2 for a mistake on the command line.
 TEXT
 }
@@ -82,16 +82,30 @@ if [ -z "$routing" ]; then
     [ ! -r "$file" ] || routing=$(realpath -- "$file")
   done
 fi
-arguments=(--picture "$picture")
+# Whether an argument of the example was given by hand.
+given() {
+  local option=$1
+  shift
+  [[ " $* " == *" $option "* || " $* " == *" $option="* ]]
+}
+arguments=(--picture "$picture" --json "$demo/numbers.json")
+# A worst case of about 64 MiB a rank, twice the device below.
+given --tokens "$@" || arguments+=(--tokens 1024)
 if [ -n "$routing" ]; then
   arguments+=(--routing "$routing")
   say "routing: $routing"
 else
+  given --skew "$@" || arguments+=(--skew 1.2)
   say "routing: generated, skewed (no recorded one under ../shared/routing)"
 fi
 
 if [ "${EVMM_DRIVER:-}" != host ] && gpu_present; then
   say "running on $(nvidia-smi -L | grep -c '^GPU ') GPU(s)"
+  if ! given --device-cap "$@"; then
+    # A real device is too large to outgrow in a demonstration.
+    arguments+=(--device-cap 32M)
+    say "each rank keeps to 32M of its device, as if it had no more; --device-cap changes that"
+  fi
 else
   export EVMM_DRIVER=host
   export EVMM_HOST_DEVICES=${EVMM_HOST_DEVICES:-$ranks}
