@@ -3,6 +3,10 @@
 
 add_library(evmm_flags INTERFACE)
 set(evmm_warnings -Wall -Wextra)
+if(CMAKE_CXX_COMPILER_ID STREQUAL GNU AND CMAKE_CXX_COMPILER_VERSION VERSION_GREATER_EQUAL 13)
+  # GCC 13 sees overflows in the inlined buffers of fmt and std::vector that are not there.
+  list(APPEND evmm_warnings -Wno-array-bounds -Wno-stringop-overflow)
+endif()
 if(EVMM_WARNINGS_AS_ERRORS)
   list(APPEND evmm_warnings -Werror)
 endif()

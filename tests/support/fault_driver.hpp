@@ -91,7 +91,8 @@ class fault_driver : public driver {
 };
 
 /// Holds a stream still: work enqueued after construction waits until open() or destruction.
-/// Built on driver::launch, so it works on both drivers.
+/// Built on driver::launch, so it works on both drivers; but CUDA may run the functions of all
+/// streams on one thread, so wait for no other launched function while a gate is closed.
 class stream_gate {
  public:
   stream_gate(driver& on, native_stream stream);
