@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# cmake -Dexpect=REGEX -Ddriver=host|cuda -P check_output.cmake -- command...: passes when the command returns 0 and the
-# last line of its output matches. (CTest's PASS_REGULAR_EXPRESSION would ignore the code.)
+# cmake -Dexpect=REGEX -Ddriver=host|cuda -P check_output.cmake -- command...
+# Passes when the command returns 0 and the last line of its output matches (CTest's
+# PASS_REGULAR_EXPRESSION would ignore the code).
 if(driver STREQUAL cuda AND NOT EXISTS /dev/nvidiactl)
   message("skipped: there is no GPU")
   return()
