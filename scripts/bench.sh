@@ -70,7 +70,7 @@ done
 
 # The areas that there are: programs evmm_bench_AREA of tests/bench. Read from the sources, so that
 # a mistyped one is known before anything is built.
-mapfile -t areas < <(grep -ohE '^[a-z_]*\(evmm_bench_[a-z0-9_]+' \
+mapfile -t areas < <(grep -ohE '^ *[a-z_]*\(evmm_bench_[a-z0-9_]+' \
   "$evmm_root/tests/bench/CMakeLists.txt" 2>/dev/null |
   sed 's/.*(evmm_bench_//' | grep -vx support | awk '!seen[$0]++')
 if $list; then

@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <optional>
 
-namespace evmm {
+namespace [[gnu::visibility("default")]] evmm {
 
 /// Blocks until the work enqueued so far on what `in_use` names is done.
 void wait_for(driver& on, const uses& in_use);

@@ -12,7 +12,7 @@
 #include <optional>
 #include <utility>
 
-namespace evmm {
+namespace [[gnu::visibility("default")]] evmm {
 
 /// Physical memory that a region's slot, a roll-back and a peer's import may hold together.
 using memory_ptr = std::shared_ptr<physical_memory>;

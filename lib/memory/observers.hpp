@@ -8,7 +8,7 @@
 #include <memory>
 #include <vector>
 
-namespace evmm {
+namespace [[gnu::visibility("default")]] evmm {
 
 /// The observers of one region.
 class observer_list {

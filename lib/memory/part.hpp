@@ -11,7 +11,7 @@
 #include <string_view>
 #include <vector>
 
-namespace evmm {
+namespace [[gnu::visibility("default")]] evmm {
 
 /// One segment of one rank's part of a region.
 struct part_segment {

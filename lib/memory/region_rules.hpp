@@ -12,7 +12,7 @@
 
 // What elastic_region and symmetric_region share besides their mechanisms.
 
-namespace evmm {
+namespace [[gnu::visibility("default")]] evmm {
 
 /// The limits of a region on this device, its reservation rounded up. Throws invalid_argument for
 /// a reservation of 0 bytes, max_segments outside 1 to 64, or a device that does not exist.

@@ -12,7 +12,7 @@
 #include <optional>
 #include <vector>
 
-namespace evmm {
+namespace [[gnu::visibility("default")]] evmm {
 
 /// A place for one handle in a reserved range, and what is mapped there.
 struct slot {

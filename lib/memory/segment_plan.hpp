@@ -6,7 +6,7 @@
 
 // How a region's segments are sized: arithmetic alone, the same on every rank.
 
-namespace evmm {
+namespace [[gnu::visibility("default")]] evmm {
 
 /// What decides the size of a segment.
 struct segment_limits {

@@ -5,7 +5,7 @@
 #include <optional>
 #include <string>
 
-namespace evmm {
+namespace [[gnu::visibility("default")]] evmm {
 
 /// The value of an environment variable; nullopt when it is unset or empty.
 std::optional<std::string> environment(const char* name);

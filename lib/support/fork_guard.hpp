@@ -3,7 +3,7 @@
 
 #include <source_location>
 
-namespace evmm {
+namespace [[gnu::visibility("default")]] evmm {
 
 /// Remembers the process it was made in, and costs one load to ask (getpid is a system call).
 /// A child of fork shares the parent's objects but none of its threads or device state.

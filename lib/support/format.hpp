@@ -7,7 +7,7 @@
 #include <string>
 #include <string_view>
 
-namespace evmm {
+namespace [[gnu::visibility("default")]] evmm {
 
 /// "512.0 MiB", "2.0 GiB", "17 B": as people say it.
 std::string format_bytes(std::size_t bytes);

@@ -5,7 +5,7 @@
 
 #include <string_view>
 
-namespace evmm {
+namespace [[gnu::visibility("default")]] evmm {
 
 /// The library's logger, on stderr. EVMM_LOG sets its level: trace, debug, info, warn (the
 /// default), error or off.

@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-namespace evmm {
+namespace [[gnu::visibility("default")]] evmm {
 
 /// Where Linux describes its NUMA nodes.
 inline constexpr std::string_view k_sysfs_nodes = "/sys/devices/system/node";

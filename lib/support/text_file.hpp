@@ -4,7 +4,7 @@
 #include <optional>
 #include <string>
 
-namespace evmm {
+namespace [[gnu::visibility("default")]] evmm {
 
 /// The contents of a small file, such as those of /proc and /sys; nullopt when it cannot be read.
 std::optional<std::string> read_text(const std::string& path);

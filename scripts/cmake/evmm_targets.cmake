@@ -37,6 +37,10 @@ function(evmm_library name)
            "$<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>"
     PRIVATE "${PROJECT_SOURCE_DIR}")
   target_compile_features(evmm_${name} PUBLIC cxx_std_20)
+  if(BUILD_SHARED_LIBS AND NOT EVMM_SANITIZE)
+    # What another library of evmm uses must be visible; found here rather than at run time.
+    target_link_options(evmm_${name} PRIVATE -Wl,--no-undefined)
+  endif()
   target_link_libraries(evmm_${name} PRIVATE "$<BUILD_INTERFACE:evmm_flags>")
 endfunction()
 
