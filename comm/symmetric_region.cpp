@@ -30,6 +30,9 @@ rank_id symmetric_region::rank() const noexcept {
 int symmetric_region::rank_count() const noexcept {
   return state_->ranks->size();
 }
+device_id symmetric_region::device() const noexcept {
+  return state_->device;
+}
 std::byte* symmetric_region::local() const {
   return peer(rank());
 }

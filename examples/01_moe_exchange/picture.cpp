@@ -101,7 +101,7 @@ class picture {
     const auto entry = [&](std::string_view words, const auto& swatch) {
       swatch(x);
       on_.text(x + 24, y + 10, words);
-      x += 40 + 6.4 * static_cast<double>(words.size());
+      x += 44 + 7.2 * static_cast<double>(words.size());
     };
     const auto filled = [&](const char* colour, double height) {
       return [this, y, colour, height](double at) {

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
+#include <algorithm>
 #include <iterator>
 
 namespace moe {
@@ -12,11 +13,12 @@ namespace {
 
 using out = std::back_insert_iterator<std::string>;
 
+/// "DEVICE 10.0 MiB | HOST_NUMA 52.0 MiB"; which device and which node, the rank's line says.
 std::string segments_text(const std::vector<evmm::segment>& segments) {
   std::string text;
   for (const auto& part : segments) {
     if (!text.empty()) text += " | ";
-    text += fmt::format("{} {}", evmm::to_string(part.where), size_text(part.bytes));
+    text += fmt::format("{} {}", evmm::to_string(part.where.kind), size_text(part.bytes));
   }
   return text;
 }
@@ -39,13 +41,20 @@ void print_setting(out to, const run_record& run) {
 }
 
 void print_segments(out to, const run_record& run) {
-  fmt::format_to(to, "segments of each rank\n");
+  fmt::format_to(to, "segments\n");
+  const moment* before = nullptr;
   for (const auto& at : run.moments) {
-    // Ranks differ only in node or device numbers; rank 0 stands for all unless tiers differ.
+    if (before != nullptr && before->epoch == at.epoch) continue;  // a step changes none
+    before = &at;
     fmt::format_to(to, "  epoch {:>2}  {}\n", at.epoch, at.label);
-    for (std::size_t r = 0; r < at.segments.size(); ++r) {
-      if (r != 0 && segments_text(at.segments[r]) == segments_text(at.segments[r - 1])) continue;
-      fmt::format_to(to, "            rank {}: {}\n", r, segments_text(at.segments[r]));
+    std::vector<std::string> lines;
+    for (const auto& segments : at.segments) lines.push_back(segments_text(segments));
+    if (std::equal(lines.begin() + 1, lines.end(), lines.begin())) {
+      fmt::format_to(to, "            each rank: {}\n", lines[0]);
+      continue;
+    }
+    for (std::size_t r = 0; r < lines.size(); ++r) {
+      fmt::format_to(to, "            rank {}: {}\n", r, lines[r]);
     }
   }
   fmt::format_to(to, "\n");

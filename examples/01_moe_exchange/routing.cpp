@@ -10,6 +10,7 @@
 #include <array>
 #include <charconv>
 #include <cmath>
+#include <filesystem>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -152,7 +153,9 @@ routing parse_routing(std::string_view text, const std::string& name, int expert
 }
 
 routing read_routing(const std::string& path, int experts) {
-  return parse_routing(read_text(path), path, experts);
+  routing made = parse_routing(read_text(path), path, experts);
+  made.source = std::filesystem::path(path).filename();
+  return made;
 }
 
 routing generate_routing(const routing_recipe& recipe) {

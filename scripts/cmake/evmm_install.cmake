@@ -136,8 +136,8 @@ install(FILES "${PROJECT_BINARY_DIR}/include/evmm/version.hpp"
 install(FILES "${PROJECT_SOURCE_DIR}/LICENSE" DESTINATION "${CMAKE_INSTALL_DOCDIR}")
 
 # The `evmm` program.
-if(TARGET evmm)
+if(TARGET evmm_cli)
   file(RELATIVE_PATH evmm_lib_from_bin "/${CMAKE_INSTALL_BINDIR}" "/${CMAKE_INSTALL_LIBDIR}")
-  set_target_properties(evmm PROPERTIES INSTALL_RPATH "$ORIGIN/${evmm_lib_from_bin}")
-  install(TARGETS evmm RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
+  set_target_properties(evmm_cli PROPERTIES INSTALL_RPATH "$ORIGIN/${evmm_lib_from_bin}")
+  install(TARGETS evmm_cli RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
 endif()

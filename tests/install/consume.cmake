@@ -45,6 +45,15 @@ run("${compiler}" -std=c++20 ${definition} "${CMAKE_CURRENT_LIST_DIR}/consumer/c
   -o "${work}/by_pkg_config" ${flags} "-Wl,-rpath,${work}/prefix/${libdir}")
 run("${work}/by_pkg_config")
 
+# The example that the top README begins with.
+if(module STREQUAL "evmm-comm")
+  file(READ "${source}/README.md" readme)
+  string(REGEX MATCH "```cpp\n(([^`]|`[^`])*)```" block "${readme}")
+  file(WRITE "${work}/readme_example.cpp" "${CMAKE_MATCH_1}")
+  run("${compiler}" -std=c++20 -Wall -Wextra -Werror "${work}/readme_example.cpp"
+    -o "${work}/readme_example" ${flags} "-Wl,-rpath,${work}/prefix/${libdir}")
+endif()
+
 # The installed program starts from where it lies.
 if(EXISTS "${work}/prefix/bin/evmm")
   run("${work}/prefix/bin/evmm" --version)

@@ -18,7 +18,7 @@ std::vector<std::uint64_t> pattern(std::size_t bytes, std::uint64_t seed) {
 
 class blocking_stream {
  public:
-  explicit blocking_stream(driver& on) : on_(on), stream_(on.create_stream({0})) {}
+  blocking_stream(driver& on, device_id device) : on_(on), stream_(on.create_stream(device)) {}
   ~blocking_stream() { on_.destroy_stream(stream_); }
   void copy(address to, address from, std::size_t bytes) {
     on_.copy(to, from, bytes, stream_);
@@ -32,15 +32,17 @@ class blocking_stream {
 
 }  // namespace
 
-void write_pattern(driver& on, address at, std::size_t bytes, std::uint64_t seed) {
+void write_pattern(driver& on, address at, std::size_t bytes, std::uint64_t seed,
+                   device_id device) {
   const auto words = pattern(bytes, seed);
-  blocking_stream(on).copy(at, reinterpret_cast<address>(words.data()), bytes);
+  blocking_stream(on, device).copy(at, reinterpret_cast<address>(words.data()), bytes);
 }
 
-bool holds_pattern(driver& on, address at, std::size_t bytes, std::uint64_t seed) {
+bool holds_pattern(driver& on, address at, std::size_t bytes, std::uint64_t seed,
+                   device_id device) {
   const auto expected = pattern(bytes, seed);
   std::vector<std::uint64_t> found(expected.size());
-  blocking_stream(on).copy(reinterpret_cast<address>(found.data()), at, bytes);
+  blocking_stream(on, device).copy(reinterpret_cast<address>(found.data()), at, bytes);
   return std::memcmp(found.data(), expected.data(), bytes) == 0;
 }
 

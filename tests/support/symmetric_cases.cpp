@@ -66,11 +66,11 @@ void stores_into_a_peers_part_arrive(const rank_context& at) {
   const rank_id next = here[(me + 1) % here.size()];
   const rank_id previous = here[(me + here.size() - 1) % here.size()];
   const std::size_t from = at.granule() - 64_KiB;
-  write_pattern(*at.on, address_of(region.peer(next) + from), 128_KiB,
-                seed_of(7, at.ranks->rank()));
+  write_pattern(*at.on, address_of(region.peer(next) + from), 128_KiB, seed_of(7, at.ranks->rank()),
+                at.device);
   at.ranks->barrier();
-  EXPECT_TRUE(
-      holds_pattern(*at.on, address_of(region.local() + from), 128_KiB, seed_of(7, previous)));
+  EXPECT_TRUE(holds_pattern(*at.on, address_of(region.local() + from), 128_KiB,
+                            seed_of(7, previous), at.device));
   region.close();
 }
 
@@ -293,7 +293,7 @@ const std::vector<symmetric_case>& symmetric_cases() {
 
 void expect_shared(const symmetric_region& region, std::uint64_t seed) {
   write_pattern(region.on(), address_of(region.local()), region.size(),
-                seed_of(seed, region.rank()));
+                seed_of(seed, region.rank()), region.device());
   expect_still_shared(region, seed);
 }
 
@@ -301,7 +301,7 @@ void expect_still_shared(const symmetric_region& region, std::uint64_t seed) {
   region.ranks().barrier("test: written");
   for (const rank_id peer : region.ranks().node_ranks()) {
     EXPECT_TRUE(holds_pattern(region.on(), address_of(region.peer(peer)), region.size(),
-                              seed_of(seed, peer)))
+                              seed_of(seed, peer), region.device()))
         << "rank " << peer.value << " as rank " << region.rank().value << " sees it";
   }
   region.ranks().barrier("test: read");

@@ -105,6 +105,17 @@ TEST_F(ledger_test, cpus_reach_host_memory_only) {
               HasSubstr("DEVICE 0 backs 4.0 MiB"));
 }
 
+TEST_F(ledger_test, a_span_is_cut_where_a_mapping_ends) {
+  ledger.add_mapping(k_base, 4_MiB, k_one);
+  ledger.add_mapping(k_base + 4_MiB, 2_MiB, k_two);
+  EXPECT_EQ(ledger.bytes_in_mapping(k_base, 6_MiB), 4_MiB);
+  EXPECT_EQ(ledger.bytes_in_mapping(k_base + 1_MiB, 6_MiB), 3_MiB);
+  EXPECT_EQ(ledger.bytes_in_mapping(k_base + 1_MiB, 2_MiB), 2_MiB);
+  EXPECT_EQ(ledger.bytes_in_mapping(k_base + 4_MiB, 6_MiB), 2_MiB);
+  EXPECT_EQ(ledger.bytes_in_mapping(k_base + 6_MiB, 6_MiB), 6_MiB) << "in no mapping";
+  EXPECT_EQ(ledger.bytes_in_mapping(k_base - 8_MiB, 6_MiB), 6_MiB) << "ordinary memory";
+}
+
 TEST_F(ledger_test, memory_is_held_until_the_last_handle_and_mapping_are_gone) {
   ledger.add_mapping(k_base, 4_MiB, k_one);
   ledger.add_mapping(k_base + 8_MiB, 4_MiB, k_one);

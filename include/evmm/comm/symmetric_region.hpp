@@ -66,6 +66,8 @@ class symmetric_region {
 
   rank_id rank() const noexcept;
   int rank_count() const noexcept;
+  /// This rank's device.
+  device_id device() const noexcept;
   std::byte* local() const;
   /// Base of a node peer's part. Throws unsupported for a rank of another node.
   std::byte* peer(rank_id rank) const;

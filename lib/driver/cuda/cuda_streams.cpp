@@ -122,11 +122,18 @@ void cuda_driver::copy(address to, address from, std::size_t bytes, native_strea
   check_address(to, "copy to");
   check_address(from, "copy from");
   const auto current = context_scope::of(contexts_, stream);
-  // Addresses are unified: the driver finds out which memory each is.
-  check(api_, api_.memcpy_async(to, from, bytes, stream), [&] {
-    return fmt::format("copy {} from {} to {}", format_bytes(bytes), format_address(from),
-                       format_address(to));
-  });
+  // Addresses are unified: the driver finds out which memory each is, but by the first byte alone.
+  // One copy over DEVICE and HOST_NUMA mappings crashes in it (580.159.04), so none spans two.
+  while (bytes > 0) {
+    const std::size_t piece = ledger_.bytes_in_mapping(from, ledger_.bytes_in_mapping(to, bytes));
+    check(api_, api_.memcpy_async(to, from, piece, stream), [&] {
+      return fmt::format("copy {} from {} to {}", format_bytes(piece), format_address(from),
+                         format_address(to));
+    });
+    to += piece;
+    from += piece;
+    bytes -= piece;
+  }
 }
 
 void cuda_driver::fill(address at, std::byte value, std::size_t bytes, native_stream stream) {
@@ -134,8 +141,13 @@ void cuda_driver::fill(address at, std::byte value, std::size_t bytes, native_st
   if (bytes == 0) return;
   check_address(at, "fill");
   const auto current = context_scope::of(contexts_, stream);
-  check(api_, api_.memset_d8_async(at, std::to_integer<unsigned char>(value), bytes, stream),
-        [&] { return fmt::format("fill {} at {}", format_bytes(bytes), format_address(at)); });
+  while (bytes > 0) {  // as in copy
+    const std::size_t piece = ledger_.bytes_in_mapping(at, bytes);
+    check(api_, api_.memset_d8_async(at, std::to_integer<unsigned char>(value), piece, stream),
+          [&] { return fmt::format("fill {} at {}", format_bytes(piece), format_address(at)); });
+    at += piece;
+    bytes -= piece;
+  }
 }
 
 void cuda_driver::launch(native_stream stream, std::function<void()> function) {

@@ -171,6 +171,14 @@ void vmm_ledger::check_access(address at, std::size_t bytes, bool by_cpu) const 
   }
 }
 
+std::size_t vmm_ledger::bytes_in_mapping(address at, std::size_t most) const {
+  const std::lock_guard lock(mutex_);
+  const auto after = mappings_.upper_bound(at);
+  if (after == mappings_.begin()) return most;
+  const auto& [begin, mapping] = *std::prev(after);
+  return at - begin < mapping.bytes ? std::min(most, mapping.bytes - (at - begin)) : most;
+}
+
 std::size_t vmm_ledger::held(memory_location where) const {
   const std::lock_guard lock(mutex_);
   std::set<std::shared_ptr<const memory>> counted;

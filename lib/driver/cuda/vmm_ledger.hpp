@@ -53,6 +53,9 @@ class vmm_ledger {
   /// Throws unless [at, at + bytes) is fully mapped and ends on mapping boundaries, and, when
   /// `by_cpu`, unless all of it is host memory.
   void check_access(address at, std::size_t bytes, bool by_cpu) const;
+  /// Bytes from `at` to the end of the mapping that holds it, at most `most`, which is also the
+  /// answer for an address in no mapping.
+  std::size_t bytes_in_mapping(address at, std::size_t most) const;
 
   // --- totals
   /// Bytes created by this driver (not imported) that a handle or a mapping keeps alive.

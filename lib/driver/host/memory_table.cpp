@@ -352,7 +352,6 @@ allocation_handle memory_table::import_fabric(const fabric_handle& shared,
 
 std::optional<std::string> memory_table::why_untouchable(address at, std::size_t bytes,
                                                          access_kind need) const {
-  if (bytes == 0) return std::nullopt;
   const std::lock_guard lock(mutex_);
   const auto past = ranges_.lower_bound(at + bytes);
   if (past == ranges_.begin()) return std::nullopt;

@@ -1,0 +1,313 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CUDA driver on a fake libcuda (tests/support/fake_cuda.cpp): how it finds the library and how
+// it calls it. Each test runs in a child process, since a process loads libcuda once.
+#include <evmm/driver.hpp>
+#include <evmm/error.hpp>
+#include <evmm/units.hpp>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+namespace evmm {
+namespace {
+
+using namespace evmm::units;
+using testing::AllOf;
+using testing::HasSubstr;
+
+using variables = std::vector<std::pair<const char*, const char*>>;
+
+/// Runs `body` in a child with these variables; the test fails where the child's expectations do.
+void in_child(const variables& environment, const std::function<void()>& body) {
+  std::fflush(nullptr);
+  const pid_t child = ::fork();
+  ASSERT_NE(child, -1);
+  if (child == 0) {
+    for (const auto& [name, value] : environment) ::setenv(name, value, 1);
+    try {
+      body();
+    } catch (const std::exception& failure) {
+      ADD_FAILURE() << failure.what();
+    }
+    std::fflush(nullptr);
+    ::_exit(testing::Test::HasFailure() ? 1 : 0);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "the child failed: " << status;
+}
+
+/// A function of the fake library, which the driver has loaded.
+template <class Function>
+Function* fake(const char* name) {
+  void* const library = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+  return reinterpret_cast<Function*>(::dlsym(library, name));
+}
+
+template <class Error>
+std::string refusal(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& failure) {
+    return failure.what();
+  } catch (const std::exception& failure) {
+    return std::string("another error: ") + failure.what();
+  }
+  return "no error";
+}
+
+std::string why_not() {
+  std::string reason = "available";
+  cuda_available(&reason);
+  return reason;
+}
+
+constexpr memory_location k_device = memory_location::on(device_id{0});
+constexpr memory_location k_host = memory_location::on(numa_node{0});
+
+TEST(cuda_library, one_that_is_too_old_is_named_with_what_is_needed) {
+  in_child({{"FAKE_CUDA_VERSION", "12020"}}, [] {
+    EXPECT_THAT(why_not(), AllOf(HasSubstr("12.2"), HasSubstr("12.4 or later")));
+    EXPECT_THAT(refusal<unsupported>([] { make_cuda_driver(); }), HasSubstr("update NVIDIA"));
+  });
+}
+
+TEST(cuda_library, one_without_a_function_is_refused_by_name) {
+  in_child({{"FAKE_CUDA_MISSING", "cuMemMap"}},
+           [] { EXPECT_THAT(why_not(), HasSubstr("no cuMemMap")); });
+}
+
+TEST(cuda_library, hidden_devices_are_explained) {
+  in_child({{"FAKE_CUDA_INIT", "100"}, {"CUDA_VISIBLE_DEVICES", "7"}}, [] {
+    EXPECT_THAT(why_not(),
+                AllOf(HasSubstr("CUDA_ERROR_NO_DEVICE"), HasSubstr("CUDA_VISIBLE_DEVICES=7")));
+  });
+}
+
+TEST(cuda_library, an_error_without_a_name_shows_its_number) {
+  in_child({{"FAKE_CUDA_INIT", "999"}},
+           [] { EXPECT_THAT(why_not(), HasSubstr("CUDA error 999")); });
+}
+
+TEST(cuda_driver, tells_what_is_here) {
+  in_child({}, [] {
+    const auto on = make_cuda_driver();
+    EXPECT_THAT(on->info().version, testing::StartsWith("13.0"));
+    EXPECT_EQ(on->device_count(), 2);
+    const auto first = on->describe(device_id{0});
+    EXPECT_EQ(first.pci_bus_id, "0000:1b:00.0");
+    EXPECT_EQ(first.host_node, std::nullopt);  // the driver says -1
+    EXPECT_EQ(on->describe(device_id{1}).host_node, numa_node{0});
+    EXPECT_TRUE(on->can_access(device_id{1}, device_id{1}));
+    EXPECT_FALSE(on->can_access(device_id{0}, device_id{1}));
+    EXPECT_THAT(refusal<invalid_argument>([&] { on->describe(device_id{2}); }),
+                HasSubstr("there is no DEVICE 2"));
+    EXPECT_THAT(refusal<invalid_argument>([&] { on->usage(memory_location::on(numa_node{-1})); }),
+                HasSubstr("HOST_NUMA -1"));
+  });
+}
+
+TEST(cuda_driver, fabric_is_proved_not_believed) {
+  in_child({}, [] {
+    const auto on = make_cuda_driver();
+    EXPECT_FALSE(on->info().fabric_sharing);
+    EXPECT_THAT(refusal<unsupported>([&] {
+                  on->create({.bytes = 2_MiB, .where = k_device, .share = share_kind::fabric});
+                }),
+                AllOf(HasSubstr("NOT_PERMITTED"), HasSubstr("IMEX")));
+  });
+  in_child({{"FAKE_CUDA_FABRIC", "0"}}, [] {
+    const auto on = make_cuda_driver();
+    EXPECT_TRUE(on->info().fabric_sharing);
+    const allocation_request request{
+        .bytes = 2_MiB, .where = k_device, .share = share_kind::fabric};
+    const auto made = on->create(request);
+    on->release(on->import_fabric(on->export_fabric(made), request));
+    EXPECT_THAT(refusal<invalid_argument>([&] { on->export_fd(made); }), HasSubstr("not created"));
+    on->release(made);
+  });
+}
+
+TEST(cuda_driver, memory_calls_make_no_context_and_stream_calls_leave_none_behind) {
+  in_child({}, [] {
+    auto on = make_cuda_driver();
+    auto* const retained = fake<int(int)>("fake_retained");
+    auto* const depth = fake<int()>("fake_stack_depth");
+    const address base = on->reserve(4_MiB);
+    const auto handle = on->create({.bytes = 2_MiB, .where = k_device});
+    on->map(base, 2_MiB, handle);
+    on->set_access(base, 2_MiB, std::vector<access_grant>{{k_device}});
+    EXPECT_EQ(retained(0) + retained(1), 0);
+
+    // A thread with no context, and streams of another device than the first one used.
+    const native_stream second = on->create_stream(device_id{1});
+    const native_stream first = on->create_stream(device_id{0});
+    const native_event event = on->create_event(device_id{1});
+    on->fill(base, std::byte{7}, 2_MiB, second);
+    on->record(event, second);
+    on->wait(first, event);
+    std::byte seen{};
+    on->copy(reinterpret_cast<address>(&seen), base + 2_MiB - 1, 1, first);
+    EXPECT_TRUE(on->done(event));
+    EXPECT_TRUE(on->idle(first));
+    on->synchronize(event);
+    on->synchronize(first);
+    on->synchronize(native_stream{});
+    EXPECT_EQ(seen, std::byte{7});
+    EXPECT_EQ(depth(), 0);
+    EXPECT_EQ(retained(0), 1);
+    EXPECT_EQ(retained(1), 1);
+
+    on->destroy_event(event);
+    on->destroy_stream(first);
+    on->destroy_stream(second);
+    on->unmap(base, 2_MiB);
+    on->free(base, 4_MiB);
+    on->release(handle);
+    on.reset();
+    EXPECT_EQ(retained(0) + retained(1), 0);
+  });
+}
+
+TEST(cuda_driver, running_out_says_what_is_free_and_who_holds_it) {
+  in_child({{"FAKE_CUDA_BYTES", "8388608"}}, [] {
+    const auto on = make_cuda_driver();
+    const auto held = on->create({.bytes = 6_MiB, .where = k_device});
+    EXPECT_THAT(
+        refusal<out_of_memory>([&] { on->create({.bytes = 4_MiB, .where = k_device}); }),
+        AllOf(HasSubstr("cannot create 4.0 MiB on DEVICE 0: 2.0 MiB of 8.0 MiB free, 6.0 MiB held"),
+              HasSubstr("help: ")));
+    on->release(held);
+    on->release(on->create({.bytes = 8_MiB, .where = k_device}));
+  });
+}
+
+TEST(cuda_driver, refuses_what_the_caller_could_have_known) {
+  in_child({}, [] {
+    const auto on = make_cuda_driver();
+    const auto refused = [](const std::function<void()>& call) {
+      return refusal<invalid_argument>(call);
+    };
+    EXPECT_THAT(refused([&] { on->reserve(0); }), HasSubstr("granularity 2.0 MiB"));
+    EXPECT_THAT(refused([&] { on->reserve(2_MiB, 3_MiB); }), HasSubstr("power of two"));
+    EXPECT_THAT(refused([&] { on->reserve(2_MiB, 0, 4096); }), HasSubstr("address hint"));
+    EXPECT_THAT(refused([&] { on->create({.bytes = 1_MiB, .where = k_device}); }),
+                HasSubstr("size to create is 1.0 MiB"));
+    EXPECT_THAT(refused([&] { on->create({.bytes = 2_MiB, .where = k_host, .rdma = true}); }),
+                HasSubstr("RDMA"));
+    EXPECT_THAT(refused([&] {
+                  on->create({.bytes = 2_MiB, .where = {tier::host, 4096}});
+                }),
+                HasSubstr("HOST_NUMA 4096"));
+    EXPECT_THAT(refused([&] { on->release(allocation_handle{99}); }), HasSubstr("handle 0x63"));
+    EXPECT_THAT(refused([&] { on->import_fd(-1, {.bytes = 2_MiB, .where = k_device}); }),
+                HasSubstr("descriptor -1"));
+    EXPECT_THAT(refused([&] { on->destroy_event(nullptr); }), HasSubstr("null"));
+    EXPECT_THAT(refused([&] { on->destroy_stream(nullptr); }), HasSubstr("default stream"));
+    EXPECT_THAT(refused([&] { on->launch(nullptr, {}); }), HasSubstr("empty"));
+
+    const address base = on->reserve(4_MiB);
+    const auto handle = on->create({.bytes = 2_MiB, .where = k_device});
+    on->map(base, 2_MiB, handle);
+    EXPECT_THAT(refused([&] { on->map(base, 2_MiB, handle); }), HasSubstr("are mapped"));
+    const std::vector<access_grant> by_cpu = {{k_device}, {k_host}};
+    EXPECT_THAT(refused([&] { on->set_access(base, 2_MiB, by_cpu); }), HasSubstr("CPUs"));
+    EXPECT_THAT(refused([&] { on->free(base, 4_MiB); }), HasSubstr("still mapped"));
+    on->unmap(base, 2_MiB);
+    on->release(handle);
+    on->free(base, 4_MiB);
+  });
+}
+
+TEST(cuda_driver, descriptors_close_on_exec_and_bring_the_same_bytes) {
+  in_child({}, [] {
+    const auto on = make_cuda_driver();
+    const allocation_request request{.bytes = 2_MiB, .where = k_host};
+    const auto made = on->create(request);
+    const unique_fd shared = on->export_fd(made);
+    EXPECT_EQ(::fcntl(shared.get(), F_GETFD), FD_CLOEXEC);
+    const auto imported = on->import_fd(shared.get(), request);
+    const address base = on->reserve(4_MiB);
+    on->map(base, 2_MiB, made);
+    on->map(base + 2_MiB, 2_MiB, imported);
+    on->set_access(base, 4_MiB, std::vector<access_grant>{{k_device}, {k_host}});
+    std::memset(reinterpret_cast<void*>(base), 0x5a, 2_MiB);
+    EXPECT_EQ(*reinterpret_cast<unsigned char*>(base + 4_MiB - 1), 0x5a);
+    on->unmap(base, 2_MiB);
+    on->unmap(base + 2_MiB, 2_MiB);
+    on->release(made);
+    on->release(imported);
+    on->free(base, 4_MiB);
+  });
+}
+
+TEST(cuda_driver, functions_run_and_what_they_throw_reaches_synchronize) {
+  in_child({}, [] {
+    const auto on = make_cuda_driver();
+    const native_stream stream = on->create_stream(device_id{1});
+    const auto alive = std::make_shared<int>(0);
+    on->launch(stream, [alive] { ++*alive; });
+    EXPECT_EQ(*alive, 1);
+    EXPECT_EQ(alive.use_count(), 1);  // gone after it ran
+    on->launch(stream, [] { throw std::runtime_error("from a stream"); });
+    EXPECT_THAT(refusal<std::runtime_error>([&] { on->synchronize(stream); }),
+                HasSubstr("from a stream"));
+    on->synchronize(stream);  // once
+    on->launch(stream, [&] { on->device_count(); });
+    EXPECT_THAT(refusal<invalid_argument>([&] { on->synchronize(stream); }),
+                HasSubstr("called the driver"));
+    on->destroy_stream(stream);
+  });
+}
+
+TEST(cuda_driver, a_captured_function_lives_as_long_as_the_graph) {
+  in_child({}, [] {
+    const auto on = make_cuda_driver();
+    const native_stream stream = on->create_stream(device_id{0});
+    EXPECT_EQ(on->capture(stream).status, capture_status::none);
+    EXPECT_EQ(on->capture(nullptr).status, capture_status::none);
+    void* const graph = fake<void*(native_stream)>("fake_begin_capture")(stream);
+    EXPECT_EQ(on->capture(stream).status, capture_status::active);
+    EXPECT_EQ(on->capture(stream).id, 7u);
+    const auto runs = std::make_shared<int>(0);
+    on->launch(stream, [runs] { ++*runs; });
+    fake<void(native_stream)>("fake_end_capture")(stream);
+    EXPECT_EQ(*runs, 0);
+    fake<void(void*)>("fake_run_graph")(graph);
+    fake<void(void*)>("fake_run_graph")(graph);
+    EXPECT_EQ(*runs, 2);
+    EXPECT_EQ(runs.use_count(), 2);
+    fake<void(void*)>("fake_destroy_graph")(graph);
+    EXPECT_EQ(runs.use_count(), 1);
+    on->destroy_stream(stream);
+  });
+}
+
+TEST(cuda_driver, a_forked_child_is_refused) {
+  in_child({}, [] {
+    auto on = make_cuda_driver();
+    const native_stream stream = on->create_stream(device_id{0});
+    in_child({}, [&] {
+      EXPECT_THAT(refusal<invalid_argument>([&] { on->synchronize(stream); }), HasSubstr("fork"));
+      EXPECT_THAT(why_not(), HasSubstr("before this process was forked"));
+      on.reset();  // touches nothing of the parent's
+      EXPECT_EQ(fake<int(int)>("fake_retained")(0), 1);
+    });
+    on->destroy_stream(stream);
+  });
+}
+
+}  // namespace
+}  // namespace evmm
