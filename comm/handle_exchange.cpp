@@ -84,7 +84,9 @@ class conversation {
       crowded = false;
       for (std::size_t i = 0; i < talks_.size(); ++i) {
         if ((ready[i].revents & (POLLIN | POLLHUP | POLLERR)) != 0) listen(talks_[i]);
-        if ((ready[i].revents & POLLHUP) != 0 && talks_[i].heard) throw_gone(talks_[i]);
+        // A peer that has heard all from here may leave; one that has not will never.
+        const bool spoken = talks_[i].sent == packets_.size();
+        if ((ready[i].revents & POLLHUP) != 0 && talks_[i].heard && !spoken) throw_gone(talks_[i]);
         // The socket may have room while the user has too many descriptors under way.
         if ((ready[i].revents & POLLOUT) != 0 && !speak(talks_[i])) crowded = true;
       }

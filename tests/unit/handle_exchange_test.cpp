@@ -142,6 +142,15 @@ TEST(handle_exchange, survives_each_driver_call_failing) {
   }
 }
 
+TEST(handle_exchange, lets_a_rank_leave_that_is_done) {
+  for (int repeat = 0; repeat < 50; ++repeat) {
+    on_connected_ranks(make_thread_bootstraps(4), [](rank_here self) {
+      const auto mine = some_memory(self.on, 1, share_kind::fd);
+      EXPECT_EQ(self.exchange.exchange(pointers(mine)).size(), 4u);
+    });
+  }
+}
+
 TEST(handle_exchange, names_a_rank_that_left) {
   on_connected_ranks(make_thread_bootstraps(3), [](rank_here self) {
     if (self.ranks.rank().value == 1) return;
