@@ -2,7 +2,8 @@
 # Counts a test run. Input: CTest's JUnit file first, which names the entries and what became of
 # each; then the GoogleTest reports, one folder an entry. `folder` is where they lie, with a slash
 # at the end. A case that several ranks report counts once, at its worst. Prints a line for each
-# failed or skipped test, then `totals PASSED FAILED SKIPPED`. Runs on mawk and gawk.
+# failed test, one for each reason to skip of an entry, then `totals PASSED FAILED SKIPPED`. Runs on
+# mawk and gawk.
 
 function unescape(text) {
   gsub(/&#x0A;|&#10;/, ": ", text)
@@ -16,6 +17,14 @@ function attribute(name,   at, rest) {
   if (at == 0) return ""
   rest = substr($0, at + length(name) + 3)
   return unescape(substr(rest, 1, index(rest, "\"") - 1))
+}
+# One skipped case of an entry, or the entry itself.
+function skip(entry, why,   line) {
+  sub(/^[^ ]*:[0-9]+: /, "", why)  # where GoogleTest says GTEST_SKIP stands
+  line = entry ": " why
+  if (!(line in skips)) skip_lines[++skip_count] = line
+  ++skips[line]
+  ++skipped
 }
 FILENAME == folder "ctest.xml" {
   if (/<testcase /) {
@@ -42,6 +51,7 @@ FNR == 1 {
   ran = attribute("status") == "run"
   if (ran && !(name in worst)) {
     cases[++case_count] = name
+    case_entry[name] = entry
     worst[name] = 0
   }
 }
@@ -60,8 +70,7 @@ END {
       ++failed
       print "failed: " name
     } else if (worst[name] == 1) {
-      ++skipped
-      print "skipped: " name ": " why[name]
+      skip(case_entry[name], why[name])
     } else {
       ++passed
     }
@@ -77,12 +86,12 @@ END {
     } else if (outcome[entry] == "run") {
       ++passed
     } else if (outcome[entry] == "disabled" || note[entry] ~ /^SKIP_/) {
-      ++skipped
-      print "skipped: " entry ": " (reason[entry] != "" ? reason[entry] : "disabled")
+      skip(entry, reason[entry] != "" ? reason[entry] : "disabled")
     } else if (outcome[entry] == "notrun") {
       ++failed
       print "failed: " entry ": did not run: " note[entry]
     }
   }
+  for (i = 1; i <= skip_count; ++i) print "skipped: " skips[skip_lines[i]] " in " skip_lines[i]
   print "totals", passed + 0, failed + 0, skipped + 0
 }

@@ -71,7 +71,7 @@ passed=0
 failed=0
 skipped=0
 
-# Prints a line for each failed or skipped test of a preset, then `totals PASSED FAILED SKIPPED`.
+# Prints the failed and the skipped tests of a preset, then `totals PASSED FAILED SKIPPED`.
 count_reports() {
   find "$1" -mindepth 2 -name '*.xml' -print0 | sort -z |
     xargs -0 awk -v folder="$1/" -f "$evmm_root/scripts/count_tests.awk" "$1/ctest.xml"
