@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <numeric>
 #include <utility>
 
 // The collective changes. What all ranks can work out from equal arguments is checked after the
@@ -84,33 +85,44 @@ void symmetric_region::state::run_change(collective_change change, std::uint64_t
 
 grown symmetric_region::state::grow(tier kind, std::size_t bytes) {
   propose({.kind = static_cast<std::uint8_t>(change_kind::grow), .first = bytes, .epoch = epoch});
-  const std::size_t step = next_segment_bytes(limits, own().size(), own().count(), bytes);
+  const std::vector<std::size_t> sizes = plan_growth(limits, own().size(), own().count(), bytes);
+  const std::size_t total = std::accumulate(sizes.begin(), sizes.end(), std::size_t{0});
   const std::size_t offset = own().size();
   const auto me = static_cast<std::size_t>(ranks->node_rank());
-  memory_lease memory;
-  std::vector<std::unique_ptr<part_segment>> added;
-  collective_change change{.what = {.kind = change_kind::grow, .offset = offset, .bytes = step}};
+  std::vector<memory_lease> leases;
+  std::vector<std::vector<std::unique_ptr<part_segment>>> added(parts.size());
+  collective_change change{.what = {.kind = change_kind::grow, .offset = offset, .bytes = total}};
   change.prepare = [&] {
-    memory = source->acquire(kind, step);
-    for (part& of_rank : parts) {
-      of_rank.reserve_one();
-      added.push_back(of_rank.next(step, memory.get()->location()));
+    source->check_capacity(kind, total);
+    for (const std::size_t size : sizes) leases.push_back(source->acquire(kind, size));
+    for (std::size_t r = 0; r < parts.size(); ++r) {
+      parts[r].reserve(sizes.size());
+      for (std::size_t at = offset; const std::size_t size : sizes) {
+        added[r].push_back(parts[r].make(at, size, {}));
+        at += size;
+      }
     }
   };
-  change.hand_out = [&] { return std::vector<const physical_memory*>{memory.get().get()}; };
+  change.hand_out = [&] {
+    std::vector<const physical_memory*> handles;
+    for (const memory_lease& lease : leases) handles.push_back(lease.get().get());
+    return handles;
+  };
   change.plan = [&](remap& swap, const handed_out& shared) {
     for (std::size_t r = 0; r < parts.size(); ++r) {
-      const memory_ptr& next = r == me ? memory.get() : shared[r].at(0);
-      added[r]->where = next->location();
-      swap.replace(added[r]->place, next);
+      for (std::size_t i = 0; i < sizes.size(); ++i) {
+        const memory_ptr& next = r == me ? leases[i].get() : shared[r].at(i);
+        added[r][i]->where = next->location();
+        swap.replace(added[r][i]->place, next);
+      }
     }
   };
   change.commit = [&](std::vector<memory_ptr>) {
-    memory.take();
-    for (std::size_t r = 0; r < parts.size(); ++r) parts[r].push(std::move(added[r]));
+    for (memory_lease& lease : leases) lease.take();
+    for (std::size_t r = 0; r < parts.size(); ++r) parts[r].push_all(std::move(added[r]));
   };
   run_change(std::move(change), counts.grows);
-  return {offset, step};
+  return {offset, total};
 }
 
 std::size_t symmetric_region::state::shrink(std::size_t bytes, const uses& in_use) {

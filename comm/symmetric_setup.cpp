@@ -22,6 +22,7 @@ namespace {
 struct shared_options {
   std::size_t reserved;
   std::size_t max_segments;
+  std::size_t max_segment_bytes;
   std::uint8_t same_address;
 };
 
@@ -48,7 +49,8 @@ symmetric_region::state::state(std::shared_ptr<bootstrap> ranks_given,
                                const symmetric_options& options)
     : ranks(std::move(ranks_given)), on(std::move(driver_given)), device(options.device) {
   agree_on(*ranks, "symmetric_region: options", [&] {
-    limits = check_limits(*on, device, options.reserve, options.max_segments);
+    limits =
+        check_limits(*on, device, options.reserve, options.max_segments, options.max_segment_bytes);
     access = region_access(*on, device, {}, options.cpu_access);
     if (ranks->node_ranks().size() > symmetric_view::max_ranks) {
       throw unsupported(fmt::format("{} ranks share this node, more than the {} that a view holds",
@@ -56,10 +58,12 @@ symmetric_region::state::state(std::shared_ptr<bootstrap> ranks_given,
     }
   });
   const auto given = ranks->all_gather_value(
-      shared_options{limits.reserved, limits.max_segments, std::uint8_t{options.same_address}},
+      shared_options{limits.reserved, limits.max_segments, limits.max_segment_bytes,
+                     std::uint8_t{options.same_address}},
       "symmetric_region: compare options");
   require_equal(given, &shared_options::reserved, "reserve");
   require_equal(given, &shared_options::max_segments, "max_segments");
+  require_equal(given, &shared_options::max_segment_bytes, "max_segment_bytes");
   require_equal(given, &shared_options::same_address, "same_address");
   exchange.emplace(ranks, on);
   source.emplace(*on, source_options{.device = device,

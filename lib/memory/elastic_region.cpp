@@ -12,6 +12,7 @@
 #include <evmm/error.hpp>
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 namespace evmm {
@@ -36,7 +37,8 @@ struct pending {
 struct elastic_region::state {
   state(std::shared_ptr<driver> driver, const region_options& options)
       : on(std::move(driver)),
-        limits(check_limits(*on, options.device, options.reserve, options.max_segments)),
+        limits(check_limits(*on, options.device, options.reserve, options.max_segments,
+                            options.max_segment_bytes)),
         access(region_access(*on, options.device, options.peers, options.cpu_access)),
         source(*on, {.device = options.device,
                      .host = options.host,
@@ -107,20 +109,27 @@ grown elastic_region::state::grow(tier kind, std::size_t bytes) {
                   [](const pending& p) { return !p.retired.empty(); })) {
     finish();
   }
-  const std::size_t step = next_segment_bytes(limits, own.size(), own.count(), bytes);
+  const std::vector<std::size_t> sizes = plan_growth(limits, own.size(), own.count(), bytes);
+  const std::size_t total = std::accumulate(sizes.begin(), sizes.end(), std::size_t{0});
   const std::size_t offset = own.size();
-  memory_lease memory = source.acquire(kind, step);
-  announced_change change = announce(change_kind::grow, offset, step);
-  auto added = own.next(step, memory.get()->location());
-  own.reserve_one();
+  source.check_capacity(kind, total);
+  std::vector<memory_lease> leases;
+  std::vector<std::unique_ptr<part_segment>> added;
+  for (std::size_t at = offset; const std::size_t size : sizes) {
+    leases.push_back(source.acquire(kind, size));
+    added.push_back(own.make(at, size, leases.back().get()->location()));
+    at += size;
+  }
+  own.reserve(sizes.size());
+  announced_change change = announce(change_kind::grow, offset, total);
   remap swap(*on, access);
-  swap.replace(added->place, memory.get());
+  for (std::size_t i = 0; i < sizes.size(); ++i) swap.replace(added[i]->place, leases[i].get());
   swap.apply();
   swap.commit();
-  memory.take();
-  own.push(std::move(added));
+  for (memory_lease& lease : leases) lease.take();
+  own.push_all(std::move(added));
   commit(change, counts.grows);
-  return {offset, step};
+  return {offset, total};
 }
 
 void elastic_region::state::unmap_retired(std::vector<std::unique_ptr<part_segment>>& retired,

@@ -38,17 +38,13 @@ std::vector<segment> part::describe() const {
   return described;
 }
 
-std::unique_ptr<part_segment> part::next(std::size_t bytes, memory_location where) const {
+std::unique_ptr<part_segment> part::make(std::size_t offset, std::size_t bytes,
+                                         memory_location where) const {
   auto made = std::make_unique<part_segment>();
-  made->place.at = base_ + size_;
+  made->place.at = base_ + offset;
   made->place.bytes = bytes;
   made->where = where;
   return made;
-}
-
-void part::push(std::unique_ptr<part_segment> segment) noexcept {
-  size_ += segment->place.bytes;
-  segments_.push_back(std::move(segment));
 }
 
 std::vector<std::unique_ptr<part_segment>> part::pop(std::size_t count) {
@@ -62,7 +58,10 @@ std::vector<std::unique_ptr<part_segment>> part::pop(std::size_t count) {
 }
 
 void part::push_all(std::vector<std::unique_ptr<part_segment>> segments) noexcept {
-  for (auto& segment : segments) push(std::move(segment));
+  for (auto& segment : segments) {
+    size_ += segment->place.bytes;
+    segments_.push_back(std::move(segment));
+  }
 }
 
 std::size_t part::mapped_bytes(tier kind) const noexcept {

@@ -37,14 +37,14 @@ class part {
   std::vector<std::size_t> sizes() const;
   std::vector<segment> describe() const;
 
-  /// A segment that would follow the last one, in no list yet.
-  std::unique_ptr<part_segment> next(std::size_t bytes, memory_location where) const;
-  /// Makes push() free of failure.
-  void reserve_one() { segments_.reserve(segments_.size() + 1); }
-  void push(std::unique_ptr<part_segment> segment) noexcept;
+  /// A segment in no list yet.
+  std::unique_ptr<part_segment> make(std::size_t offset, std::size_t bytes,
+                                     memory_location where) const;
+  /// Makes room, so that appending cannot fail.
+  void reserve(std::size_t more) { segments_.reserve(segments_.size() + more); }
   /// Takes the last `count` segments out of the list, first of them first.
   std::vector<std::unique_ptr<part_segment>> pop(std::size_t count);
-  /// Puts them back.
+  /// Appends segments, which begin where the last one ends.
   void push_all(std::vector<std::unique_ptr<part_segment>> segments) noexcept;
 
   /// Mapped bytes in one tier.

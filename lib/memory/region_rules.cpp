@@ -15,7 +15,7 @@ constexpr std::size_t most_segments = 64;
 }  // namespace
 
 segment_limits check_limits(driver& on, device_id device, std::size_t reserve,
-                            std::size_t max_segments) {
+                            std::size_t max_segments, std::size_t max_segment_bytes) {
   if (reserve == 0) {
     throw invalid_argument("a region cannot reserve 0 bytes",
                            "set `reserve` to the most it may ever hold; addresses cost no memory");
@@ -24,10 +24,14 @@ segment_limits check_limits(driver& on, device_id device, std::size_t reserve,
     throw invalid_argument(
         fmt::format("max_segments is {}, not 1 to {}", max_segments, most_segments));
   }
+  if (max_segment_bytes == 0) {
+    throw invalid_argument("max_segment_bytes is 0", "leave it at its default, 8 GiB");
+  }
   const std::size_t granularity = on.granularity(memory_location::on(device));
   return {.reserved = round_up(reserve, granularity),
           .granularity = granularity,
-          .max_segments = max_segments};
+          .max_segments = max_segments,
+          .max_segment_bytes = max_segment_bytes};
 }
 
 access_rule region_access(driver& on, device_id device, std::span<const device_id> peers,

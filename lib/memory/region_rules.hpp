@@ -15,9 +15,10 @@
 namespace [[gnu::visibility("default")]] evmm {
 
 /// The limits of a region on this device, its reservation rounded up. Throws invalid_argument for
-/// a reservation of 0 bytes, max_segments outside 1 to 64, or a device that does not exist.
+/// a reservation or segments of 0 bytes, max_segments outside 1 to 64, or a device that does not
+/// exist.
 segment_limits check_limits(driver& on, device_id device, std::size_t reserve,
-                            std::size_t max_segments);
+                            std::size_t max_segments, std::size_t max_segment_bytes);
 
 /// Access for the device, its peers, and for host memory the CPUs. Throws unsupported when a peer
 /// cannot reach the device's memory.

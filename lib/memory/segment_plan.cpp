@@ -48,6 +48,21 @@ std::size_t next_segment_bytes(const segment_limits& limits, std::size_t size, s
   return std::min(std::max(asked, rounded), room);
 }
 
+std::vector<std::size_t> plan_growth(const segment_limits& limits, std::size_t size,
+                                     std::size_t segments, std::size_t bytes) {
+  const std::size_t total = next_segment_bytes(limits, size, segments, bytes);
+  const std::size_t free_slots = limits.max_segments - segments;
+  const std::size_t wanted = (total - 1) / limits.max_segment_bytes + 1;
+  const std::size_t parts =
+      std::clamp<std::size_t>(wanted, 1, std::max<std::size_t>(1, free_slots / 2));
+  const std::size_t part = round_up((total + parts - 1) / parts, limits.granularity);
+  std::vector<std::size_t> sizes;
+  for (std::size_t left = total; left > 0; left -= sizes.back()) {
+    sizes.push_back(std::min(part, left));
+  }
+  return sizes;
+}
+
 std::size_t tail_segments_within(std::span<const std::size_t> sizes, std::size_t bytes) {
   std::size_t count = 0;
   while (count < sizes.size() && sizes[sizes.size() - 1 - count] <= bytes) {

@@ -104,9 +104,12 @@ void add_all(const machine& here) {
   const auto sizes = {1_GiB, 16_GiB, 64_GiB};
   add("grow/DEVICE/one_handle", sizes,
       [&here](benchmark::State& state, std::size_t bytes) { grow(state, here, bytes, bytes); });
-  add("grow/DEVICE/32_handles", sizes, [&here](benchmark::State& state, std::size_t bytes) {
-    grow(state, here, bytes, bytes / 32);
-  });
+  for (const std::size_t handles : {2, 4, 8, 16, 32}) {
+    add("grow/DEVICE/" + std::to_string(handles) + "_handles", sizes,
+        [&here, handles](benchmark::State& state, std::size_t bytes) {
+          grow(state, here, bytes, bytes / handles);
+        });
+  }
   add("grow/DEVICE/handles_of_2_MiB", sizes,
       [&here](benchmark::State& state, std::size_t bytes) { grow(state, here, bytes, 2_MiB); });
 #if EVMM_BENCH_CUDA

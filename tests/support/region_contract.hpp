@@ -278,6 +278,18 @@ TEST_P(region_contract, never_has_more_segments_than_allowed) {
   EXPECT_THROW(region.grow(tier::device, granule), invalid_argument);
 }
 
+TEST_P(region_contract, large_growth_is_cut_into_segments) {
+  auto region = make_region(64, {.max_segment_bytes = 2 * granule});
+  const grown added = region.grow(tier::device, 5 * granule);
+  EXPECT_EQ(added.bytes, 5 * granule);
+  ASSERT_EQ(region.segments().size(), 3u);
+  EXPECT_EQ(region.segments()[2].offset, 4 * granule);
+  EXPECT_EQ(region.segments()[2].bytes, granule);
+  EXPECT_EQ(region.epoch(), 1u) << "one change";
+  write_pattern(*on, at(region), region.size(), 12);
+  EXPECT_TRUE(holds_pattern(*on, at(region), region.size(), 12));
+}
+
 TEST_P(region_contract, wrong_calls_name_the_value_and_the_limit) {
   auto region = make_region(4);
   const auto says = [](const std::function<void()>& call) -> std::string {

@@ -157,6 +157,15 @@ void sleeps_and_wakes_with_contents(const rank_context& at) {
   region.close();
 }
 
+void large_growth_is_cut_alike_on_all_ranks(const rank_context& at) {
+  auto region = at.make({.max_segment_bytes = 2 * at.granule()});
+  EXPECT_EQ(region.grow(tier::device, 3 * at.granule()).bytes, 3 * at.granule());
+  EXPECT_EQ(region.segments(region.rank()).size(), 2u);
+  EXPECT_EQ(region.epoch(), 1u);
+  expect_shared(region, 12);
+  region.close();
+}
+
 void different_arguments_are_an_error_for_all(const rank_context& at) {
   auto region = at.make();
   region.grow(tier::device, at.granule());
@@ -281,6 +290,7 @@ const std::vector<symmetric_case>& symmetric_cases() {
       EVMM_CASE(migrates_with_contents_even_on_some_ranks_only),
       EVMM_CASE(shrinks_and_grows_again_with_kept_handles),
       EVMM_CASE(sleeps_and_wakes_with_contents),
+      EVMM_CASE(large_growth_is_cut_alike_on_all_ranks),
       EVMM_CASE(different_arguments_are_an_error_for_all),
       EVMM_CASE(wrong_calls_are_refused_alike),
       EVMM_CASE(one_ranks_observer_vetoes_for_all),

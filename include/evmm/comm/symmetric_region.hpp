@@ -21,8 +21,10 @@ struct symmetric_options {
   /// Addresses for each rank, equal on all ranks; rounded up to the granularity. A rank reserves
   /// this once for each rank of its node.
   std::size_t reserve = 0;
-  /// As in region_options; equal on all ranks; at most 64.
+  /// As in region_options; equal on all ranks.
   std::size_t max_segments = 32;
+  /// As in region_options; equal on all ranks.
+  std::size_t max_segment_bytes = std::size_t{8} << 30;
   /// Freed handles of this rank kept for reuse, in bytes.
   std::size_t cache_limit = std::size_t{1} << 30;
   /// Node or nodes of this rank's host tier.
@@ -90,7 +92,7 @@ class symmetric_region {
 
   // --- collective changes ---------------------------------------------------------------------
 
-  /// Appends one segment of the same size on all ranks, in the tier that each rank names.
+  /// Appends segments of the same size on all ranks, in the tier that each rank names.
   /// `bytes` is equal on all ranks; rounding as elastic_region::grow.
   grown grow(tier kind, std::size_t bytes);
   /// As elastic_region::shrink; `bytes` equal on all ranks.
