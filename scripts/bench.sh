@@ -122,7 +122,8 @@ for area in "${wanted[@]}"; do
   fi
   say "measuring $area"
   if ! "${launch[@]}" "$evmm_root/build/release/bin/evmm_bench_$area" \
-    --benchmark_out="$json" --benchmark_out_format=json "$@" </dev/null | tee "$out/$area.txt"; then
+    --benchmark_color=false --benchmark_out="$json" --benchmark_out_format=json "$@" </dev/null |
+    tee "$out/$area.txt"; then
     warn "the benchmarks of $area failed; what they said is above"
     failures+=("$area")
     continue

@@ -20,8 +20,9 @@ Works from any folder. Without a GPU the host driver plays one small device a ra
   -j, --jobs N    parallel compilations; default: all cores
   -h, --help      this text
 
-The example's output is kept in build/release/demo/log, its numbers in numbers.json beside it. The exit code is 0 when every byte was
-right, 1 when something failed, 2 for a mistake on the command line.
+The example's output is kept in build/release/demo/log, its numbers in numbers.json beside it.
+The exit code is 0 when every byte was right, 1 when something failed, 2 for a mistake on the
+command line.
 TEXT
 }
 

@@ -89,8 +89,8 @@ if $tidy && have clang-tidy; then
     if $all; then
       mapfile -t files < <(tracked 'lib/*.cpp' 'comm/*.cpp' 'examples/*.cpp')
     else
-      mapfile -t files < <(git diff --name-only --diff-filter=d "$(git merge-base HEAD main 2>/dev/null ||
-        git rev-parse HEAD)" -- '*.cpp' 2>/dev/null)
+      since=$(git merge-base HEAD main 2>/dev/null || git rev-parse HEAD)
+      mapfile -t files < <(git diff --name-only --diff-filter=d "$since" -- '*.cpp')
     fi
   fi
   database=build/dev/compile_commands.json
@@ -102,7 +102,8 @@ if $tidy && have clang-tidy; then
   else
     say "clang-tidy: ${#files[@]} files"
     arguments=(-p build/dev --quiet --warnings-as-errors='*')
-    if [ "$(clang-tidy --version | sed -n 's/.*version \([0-9]*\).*/\1/p' | head -n 1)" -lt 16 ]; then
+    version=$(clang-tidy --version | sed -n 's/.*version \([0-9]*\).*/\1/p' | head -n 1)
+    if [ "$version" -lt 16 ]; then
       arguments+=(--extra-arg=-include "--extra-arg=$evmm_root/scripts/tidy/source_location.hpp")
     fi
     printf '%s\0' "${files[@]}" |
