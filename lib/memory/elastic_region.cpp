@@ -112,19 +112,22 @@ grown elastic_region::state::grow(tier kind, std::size_t bytes) {
   const std::vector<std::size_t> sizes = plan_growth(limits, own.size(), own.count(), bytes);
   const std::size_t total = std::accumulate(sizes.begin(), sizes.end(), std::size_t{0});
   const std::size_t offset = own.size();
-  source.check_capacity(kind, total);
+  if (sizes.size() > 1) source.check_capacity(kind, total);  // for one, acquire() does
   std::vector<memory_lease> leases;
   std::vector<std::unique_ptr<part_segment>> added;
-  for (std::size_t at = offset; const std::size_t size : sizes) {
-    leases.push_back(source.acquire(kind, size));
-    added.push_back(own.make(at, size, leases.back().get()->location()));
-    at += size;
-  }
+  leases.reserve(sizes.size());
+  leases.push_back(source.acquire(kind, sizes.front()));
   own.reserve(sizes.size());
   announced_change change = announce(change_kind::grow, offset, total);
   remap swap(*on, access);
-  for (std::size_t i = 0; i < sizes.size(); ++i) swap.replace(added[i]->place, leases[i].get());
-  swap.apply();
+  // Each handle is mapped before the next is made: a GPU clears the one while the CPU maps it.
+  for (std::size_t i = 0, at = offset; i < sizes.size(); at += sizes[i++]) {
+    if (i > 0) leases.push_back(source.acquire(kind, sizes[i]));
+    const memory_ptr& memory = leases[i].get();
+    added.push_back(own.make(at, sizes[i], memory->location()));
+    swap.replace(added.back()->place, memory);
+    swap.apply();
+  }
   swap.commit();
   for (memory_lease& lease : leases) lease.take();
   own.push_all(std::move(added));

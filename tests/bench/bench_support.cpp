@@ -13,6 +13,7 @@
 
 #include <cstdio>
 #include <exception>
+#include <thread>
 
 namespace evmm::bench {
 
@@ -34,6 +35,11 @@ void machine::need(memory_location where, std::size_t bytes) const {
   if (free >= bytes) return;
   throw out_of_memory(fmt::format("the case needs {} on {}, {} are free", format_bytes(bytes),
                                   to_string(where), format_bytes(free)));
+}
+
+void settle(const machine& here, std::size_t bytes) {
+  if (!here.cuda || bytes < 1_GiB) return;
+  std::this_thread::sleep_for(std::chrono::milliseconds(20 + 6 * (bytes / 1_GiB)));
 }
 
 machine find_machine() {

@@ -41,6 +41,7 @@ class malloc_buffer {
 void make(benchmark::State& state, const machine& here, std::size_t bytes) {
   here.need(here.device_memory(), bytes);
   for (auto _ : state) {
+    settle(here, bytes);
     std::optional<malloc_buffer> buffer;
     state.SetIterationTime(seconds([&] { buffer.emplace(bytes); }));
   }
@@ -52,6 +53,7 @@ void rebuild(benchmark::State& state, const machine& here, std::size_t bytes, st
   here.need(here.device_memory(), 2 * bytes + more);
   for (auto _ : state) {
     malloc_buffer old(bytes);
+    settle(here, 2 * bytes);
     state.SetIterationTime(seconds([&] {
       const malloc_buffer grown(bytes + more);
       check(cudaMemcpy(grown.data(), old.data(), bytes, cudaMemcpyDeviceToDevice), "cudaMemcpy");

@@ -64,8 +64,8 @@ void owned(benchmark::State& state, const machine& here, memory_location where, 
 }
 
 // Backs `bytes` by handles of `handle_bytes`. Giving them back is not timed.
-void grow(benchmark::State& state, const machine& here, std::size_t bytes,
-          std::size_t handle_bytes) {
+void grow(benchmark::State& state, const machine& here, std::size_t bytes, std::size_t handle_bytes,
+          bool settled = true) {
   const auto where = here.device_memory();
   here.need(where, bytes);
   auto& on = *here.on;
@@ -75,6 +75,7 @@ void grow(benchmark::State& state, const machine& here, std::size_t bytes,
   std::vector<mapping> mapped;
   mapped.reserve(count);
   for (auto _ : state) {
+    if (settled) settle(here, bytes);
     state.SetIterationTime(seconds([&] {
       for (std::size_t i = 0; i < count; ++i) {
         const physical_memory memory(on, {.bytes = handle_bytes, .where = where});
@@ -108,6 +109,13 @@ void add_all(const machine& here) {
     add("grow/DEVICE/" + std::to_string(handles) + "_handles", sizes,
         [&here, handles](benchmark::State& state, std::size_t bytes) {
           grow(state, here, bytes, bytes / handles);
+        });
+  }
+  // What a GPU has not cleared since its release costs the more the fewer handles take it.
+  for (const std::size_t handles : {1, 2, 4, 8, 16, 32}) {
+    add("grow/DEVICE_just_released/" + std::to_string(handles) + "_handles", {64_GiB},
+        [&here, handles](benchmark::State& state, std::size_t bytes) {
+          grow(state, here, bytes, bytes / handles, false);
         });
   }
   add("grow/DEVICE/handles_of_2_MiB", sizes,

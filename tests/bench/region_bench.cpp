@@ -30,8 +30,10 @@ elastic_region make_region(const machine& here, std::size_t reserve, std::size_t
 
 /// Times `change`, and undoes it outside the time.
 template <class Change, class Undo>
-void repeat(benchmark::State& state, std::size_t bytes, Change&& change, Undo&& undo) {
+void repeat(benchmark::State& state, const machine& here, std::size_t bytes, Change&& change,
+            Undo&& undo) {
   for (auto _ : state) {
+    settle(here, bytes);
     state.SetIterationTime(seconds(change));
     undo();
   }
@@ -48,8 +50,9 @@ void grow_region(benchmark::State& state, const machine& here, tier kind, std::s
   // Once before: the first use of the host tier chooses its node, and a cache wants filling.
   region.grow(kind, bytes);
   region.shrink(bytes);
+  settle(here, bytes);
   repeat(
-      state, bytes, [&] { region.grow(kind, bytes); }, [&] { region.shrink(bytes); });
+      state, here, bytes, [&] { region.grow(kind, bytes); }, [&] { region.shrink(bytes); });
 }
 
 // The floor: the same handle through the bare driver, into addresses that are reserved already.
@@ -61,7 +64,7 @@ void grow_by_hand(benchmark::State& state, const machine& here, tier kind, std::
   const auto grants = here.access(where);
   allocation_handle handle{};
   repeat(
-      state, bytes,
+      state, here, bytes,
       [&] {
         handle = on.create({.bytes = bytes, .where = where});
         on.map(range.base(), bytes, handle);
@@ -79,7 +82,7 @@ void fill_in_steps(benchmark::State& state, const machine& here, std::size_t byt
   auto region = make_region(here, bytes, 0);
   std::size_t segments = 0;
   repeat(
-      state, bytes,
+      state, here, bytes,
       [&] {
         while (region.size() < bytes) region.grow(tier::device, 2_MiB);
       },
@@ -96,7 +99,7 @@ void shrink_region(benchmark::State& state, const machine& here, tier kind, std:
   auto region = make_region(here, bytes, cached ? bytes : 0);
   region.grow(kind, bytes);
   repeat(
-      state, bytes, [&] { region.shrink(bytes); }, [&] { region.grow(kind, bytes); });
+      state, here, bytes, [&] { region.shrink(bytes); }, [&] { region.grow(kind, bytes); });
 }
 
 // A region that holds `bytes` grows by `more`.
@@ -105,7 +108,7 @@ void extend(benchmark::State& state, const machine& here, std::size_t bytes, std
   auto region = make_region(here, bytes + more, 0);
   region.grow(tier::device, bytes);
   repeat(
-      state, more, [&] { region.grow(tier::device, more); }, [&] { region.shrink(more); });
+      state, here, more, [&] { region.grow(tier::device, more); }, [&] { region.shrink(more); });
 }
 
 // --- moving and sleeping ----------------------------------------------------------------------
@@ -120,7 +123,7 @@ void migrate(benchmark::State& state, const machine& here, tier to, std::size_t 
   region.migrate(0, to);  // as in grow_region
   region.migrate(0, from);
   repeat(
-      state, bytes, [&] { region.migrate(0, to); }, [&] { region.migrate(0, from); });
+      state, here, bytes, [&] { region.migrate(0, to); }, [&] { region.migrate(0, from); });
 }
 
 void sleep(benchmark::State& state, const machine& here, contents kept, std::size_t bytes,
@@ -133,10 +136,10 @@ void sleep(benchmark::State& state, const machine& here, contents kept, std::siz
   const auto restore = [&] { region.restore(); };
   discard();
   if (waking) {
-    repeat(state, bytes, restore, discard);
+    repeat(state, here, bytes, restore, discard);
   } else {
     restore();
-    repeat(state, bytes, discard, restore);
+    repeat(state, here, bytes, discard, restore);
   }
 }
 
