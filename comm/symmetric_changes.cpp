@@ -58,7 +58,7 @@ std::string to_string(const proposal& proposed) {
 
 std::vector<proposal> symmetric_region::state::propose(const proposal& mine) {
   check_open();
-  const auto all = ranks->all_gather_value(mine, "propose a change");
+  auto all = ranks->all_gather_value(mine, "propose a change");
   for (std::size_t r = 1; r < all.size(); ++r) {
     if (all[r].agrees_with(all[0])) continue;
     throw invalid_argument(fmt::format("ranks ask for different changes: rank 0 {}, rank {} {}",

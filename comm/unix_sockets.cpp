@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
+#include <system_error>
 #include <utility>
 
 #include <sys/random.h>
@@ -23,7 +24,7 @@ namespace {
 constexpr int k_socket_kind = SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC;
 
 [[noreturn]] void fail(std::string_view doing, int code) {
-  throw driver_error(fmt::format("{}: {}", doing, std::strerror(code)), {}, code);
+  throw driver_error(fmt::format("{}: {}", doing, std::generic_category().message(code)), {}, code);
 }
 
 struct socket_address {
