@@ -57,8 +57,7 @@ void copier::copy(address to, address from, std::size_t bytes) {
 
 void copier::settle() noexcept {
   if (!stream_) return;
-  const auto wait = [this] { driver_.synchronize(*stream_); };
-  if (!log_failure("waiting for a copy", wait)) log_failure("waiting for a copy again", wait);
+  insist("waiting for a copy", [this] { driver_.synchronize(*stream_); });
 }
 
 void copier::follow(const uses& in_use) {

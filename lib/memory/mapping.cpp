@@ -46,7 +46,7 @@ void mapping::unmap() {
 }
 
 void mapping::reset() noexcept {
-  log_failure("unmapping", [this] { unmap(); });
+  insist("unmapping", [this] { unmap(); });
   driver_ = nullptr;
 }
 

@@ -26,4 +26,11 @@ bool log_failure(std::string_view doing, Step&& step) noexcept {
   return false;
 }
 
+/// The same for a step that nothing can replace: tried again once, since CUDA reports errors of
+/// earlier asynchronous work at whatever call comes next.
+template <class Step>
+bool insist(std::string_view doing, Step&& step) noexcept {
+  return log_failure(doing, step) || log_failure(doing, step);
+}
+
 }  // namespace evmm

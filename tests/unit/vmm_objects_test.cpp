@@ -153,6 +153,17 @@ TEST_F(vmm_objects, a_mapping_can_be_taken_back_and_tells_of_failure) {
   mapped.unmap();  // nothing left to do
 }
 
+TEST_F(vmm_objects, a_mapping_is_unmapped_by_the_second_attempt) {
+  const address_range range(*on, 4_MiB);
+  const physical_memory memory(*on, request);
+  {
+    const mapping mapped(*on, range.base(), memory, grants);
+    on->fail_call(driver_call::unmap, 0);
+  }
+  EXPECT_TRUE(on->disarm()) << "the first attempt failed";
+  EXPECT_EQ(on->alive().mappings, 0u);
+}
+
 TEST_F(vmm_objects, destructors_swallow_what_clean_up_throws) {
   const auto handle_leaks = [&] {
     const physical_memory memory(*on, request);
