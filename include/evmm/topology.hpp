@@ -30,6 +30,7 @@ struct host_placement {
   };
   policy how = policy::nearest;
   std::vector<numa_node> nodes = {};
+  friend bool operator==(const host_placement&, const host_placement&) = default;
 };
 
 /// One node that was considered, why, and what became of it.

@@ -61,6 +61,7 @@ struct pinned_options {
   std::optional<std::size_t> max_cached_size;  ///< larger blocks are given back when freed
   bool free_catch_all = false;    ///< errors while giving memory back are logged, not thrown
   host_placement placement = {};  ///< the NUMA node; nearest to the device by default
+  friend bool operator==(const pinned_options&, const pinned_options&) = default;
 };
 
 /// What a caching_allocator is made from. Defaults are PyTorch's, except that segments expand and
@@ -107,15 +108,20 @@ struct allocator_options {
   host_placement host = {};           ///< nodes of the host tier
 
   pinned_options pinned = {};
+
+  friend bool operator==(const allocator_options&, const allocator_options&) = default;
 };
 
 /// Reads PyTorch's grammar, `key:value,key:value` with lists as `[a:b,...]`; white space is
 /// ignored, booleans are `True` and `False`. Knows every key of PYTORCH_ALLOC_CONF, and beyond:
 /// `recycle_handles` (never, ready, wait), `cross_stream_reuse` (event, wait),
 /// `min_handle_size_mb`, `max_handle_size_mb`, `handle_fraction`, `min_block_size`,
-/// `small_limit_kb`, `small_segment_size_mb`, `min_large_size_mb`, and `backend:none`. Keys that
-/// the string does not name keep what `base` has. Throws invalid_argument that names the position,
-/// the key or value, what is allowed, and the nearest key.
+/// `small_limit_kb`, `small_segment_size_mb`, `min_large_size_mb`, `share` (none, fd, fabric),
+/// `peers` (`[1,2]`), `host_placement` and `pinned_placement` (`nearest`, `interleave`, or a list
+/// as
+/// `[bind,0]`), and `backend:none`. Sizes may carry a unit of their own (`512K`, `40G`). Keys that
+/// the string does not name keep what `base` has. Throws invalid_argument that names the position
+/// (1 is the first character), the key or value, what is allowed, and the nearest key.
 allocator_options parse_options(std::string_view text, const allocator_options& base = {});
 
 /// From EVMM_ALLOC_CONF, else PYTORCH_ALLOC_CONF, else PYTORCH_CUDA_ALLOC_CONF, else the defaults.
