@@ -18,7 +18,7 @@ namespace {
 using namespace evmm::units;
 
 // PyTorch's limit for one request: 1 EiB. Keeps sums of sizes from wrapping around.
-constexpr std::size_t k_most_bytes = 1024 * 1024 * 1_TiB;
+constexpr std::size_t k_most_bytes = std::size_t{1} << 60;
 // Such a fraction is a number of bytes whose unit was forgotten.
 constexpr double k_most_fraction = 1024;
 

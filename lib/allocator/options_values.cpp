@@ -278,9 +278,9 @@ std::string write_devices(const std::vector<device_id>& devices) {
 }
 
 std::string write_placement(const host_placement& value) {
-  const std::string policy(k_policies[static_cast<std::size_t>(value.how)]);
-  if (value.nodes.empty()) return policy;
-  std::string text = "[" + policy;
+  const std::string_view policy = k_policies[static_cast<std::size_t>(value.how)];
+  if (value.nodes.empty()) return std::string(policy);
+  std::string text = fmt::format("[{}", policy);
   for (const numa_node node : value.nodes) text += fmt::format(",{}", node.value);
   return text + "]";
 }

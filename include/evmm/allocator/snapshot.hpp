@@ -33,6 +33,7 @@ struct block_snapshot {
   std::size_t requested_bytes = 0;  ///< 0 when inactive
   block_state state = block_state::inactive;
   std::vector<stack_frame> frames = {};
+  friend bool operator==(const block_snapshot&, const block_snapshot&) = default;
 };
 
 /// {0, 0} is the default pool; private pools have their numbers in either place, as in PyTorch.
@@ -53,6 +54,7 @@ struct segment_snapshot {
   tier where = tier::device;
   std::vector<stack_frame> frames = {};
   std::vector<block_snapshot> blocks;  ///< ascending; they cover the segment
+  friend bool operator==(const segment_snapshot&, const segment_snapshot&) = default;
 };
 
 enum class trace_action : std::uint8_t {
@@ -81,6 +83,7 @@ struct trace_entry {
   std::string compile_context = {};
   std::string user_metadata = {};
   std::vector<stack_frame> frames = {};
+  friend bool operator==(const trace_entry&, const trace_entry&) = default;
 };
 
 /// A named mark in time (record_annotation).
@@ -88,6 +91,7 @@ struct annotation {
   int device = 0;
   std::int64_t time_us = 0;
   std::vector<std::pair<std::string, std::string>> values;
+  friend bool operator==(const annotation&, const annotation&) = default;
 };
 
 /// Everything that PyTorch's memory viewer shows.
@@ -96,15 +100,20 @@ struct allocator_snapshot {
   std::vector<std::vector<trace_entry>> device_traces;  ///< by device, oldest first
   std::vector<annotation> external_annotations = {};
   std::vector<std::pair<std::string, std::string>> settings = {};  ///< allocator_settings
+  friend bool operator==(const allocator_snapshot&, const allocator_snapshot&) = default;
 };
 
 /// The pickle that torch.cuda.memory._dump_snapshot writes (protocol 2), for
-/// https://pytorch.org/memory_viz and torch.cuda._memory_viz. Raw bytes.
+/// https://pytorch.org/memory_viz and torch.cuda._memory_viz. Raw bytes. A segment of the host tier
+/// has one key that PyTorch does not know, `tier`: "host". Settings that PyTorch has are typed as it
+/// types them where their text allows (True, 20971520, 0.8, [1:0,2:4]); all others are strings.
+/// What is not UTF-8 in a text becomes U+FFFD.
 std::string to_pickle(const allocator_snapshot& snapshot);
 /// The same tree as JSON.
 std::string to_json(const allocator_snapshot& snapshot);
-/// Reads what to_pickle or PyTorch wrote. Throws invalid_argument naming the byte where it ends or
-/// holds what a snapshot does not.
+/// Reads what to_pickle or PyTorch wrote, in any protocol from 2 to 5; keys that it does not know
+/// are passed over. Throws invalid_argument naming the byte (0 is the first) where it ends or holds
+/// what a snapshot does not. Nothing in a pickle can run code here.
 allocator_snapshot from_pickle(std::string_view bytes);
 
 }  // namespace evmm
