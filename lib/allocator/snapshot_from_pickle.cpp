@@ -12,6 +12,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -179,9 +180,18 @@ class snapshot_reader {
 
   // --- parts of a snapshot ----------------------------------------------------------------------
 
-  std::vector<stack_frame> frames(const pickle_value& value) const {
+  /// Most entries share their stack with others: each is read once.
+  const std::vector<stack_frame>& frames(const pickle_value& value) {
+    if (value.kind == pickle_kind::none) return no_frames_;
+    const bool list = value.kind == pickle_kind::list || value.kind == pickle_kind::tuple;
+    if (!list) refuse_kind(value, "frames", "a list");
+    const auto [known, fresh] = stacks_.try_emplace(value.bits);
+    if (fresh) known->second = read_frames(value);
+    return known->second;
+  }
+
+  std::vector<stack_frame> read_frames(const pickle_value& value) const {
     std::vector<stack_frame> stack;
-    if (value.kind == pickle_kind::none) return stack;
     each(value, "frames", [&](const pickle_value& item) {
       stack_frame& frame = stack.emplace_back();
       each_pair(item, "a frame", [&](std::string_view key, const pickle_value& part) {
@@ -202,7 +212,7 @@ class snapshot_reader {
     return stack;
   }
 
-  segment_snapshot segment(const pickle_value& value) const {
+  segment_snapshot segment(const pickle_value& value) {
     segment_snapshot segment;
     std::optional<address> at;
     const pickle_value* blocks = nullptr;
@@ -251,7 +261,7 @@ class snapshot_reader {
     return segment;
   }
 
-  block_snapshot block(const pickle_value& value, address at) const {
+  block_snapshot block(const pickle_value& value, address at) {
     block_snapshot block{.at = at};
     bool sized = false;
     each_pair(value, "a block", [&](std::string_view key, const pickle_value& part) {
@@ -283,7 +293,7 @@ class snapshot_reader {
     refuse(value, "state is none of active_allocated, active_pending_free and inactive");
   }
 
-  std::vector<trace_entry> trace(const pickle_value& value, int device) const {
+  std::vector<trace_entry> trace(const pickle_value& value, int device) {
     std::vector<trace_entry> entries;
     each(value, "a device's trace", [&](const pickle_value& item) {
       entries.push_back(entry(item));
@@ -292,7 +302,7 @@ class snapshot_reader {
     return entries;
   }
 
-  trace_entry entry(const pickle_value& value) const {
+  trace_entry entry(const pickle_value& value) {
     trace_entry entry;
     bool acted = false;
     each_pair(value, "a trace entry", [&](std::string_view key, const pickle_value& part) {
@@ -345,6 +355,8 @@ class snapshot_reader {
   }
 
   pickle_document document_;
+  std::unordered_map<std::uint64_t, std::vector<stack_frame>> stacks_;  ///< by container
+  std::vector<stack_frame> no_frames_;
 };
 
 }  // namespace

@@ -492,7 +492,7 @@ class random_options {
 
 TEST(allocator_options, any_options_come_back_from_their_text) {
   random_options random(20260101);
-  for (int i = 0; i < 3000; ++i) {
+  for (int i = 0; i < 2000; ++i) {
     const allocator_options options = random.next();
     ASSERT_NO_THROW(check(options)) << to_string(options);
     const std::string text = to_string(options);
@@ -513,14 +513,14 @@ TEST(allocator_options, any_text_is_taken_or_refused) {
       // Any other exception fails the test.
     }
   };
-  for (int i = 0; i < 20000; ++i) {
+  for (int i = 0; i < 5000; ++i) {
     std::string text;
     for (std::size_t n = random.below(40); n > 0; --n)
       text += letters[random.below(letters.size())];
     offer(text);
   }
   // Slips in strings that are right.
-  for (int i = 0; i < 20000; ++i) {
+  for (int i = 0; i < 5000; ++i) {
     std::string text = to_string(random.next());
     for (std::size_t n = 1 + random.below(3); n > 0 && !text.empty(); --n) {
       const std::size_t at = random.below(text.size());

@@ -105,9 +105,9 @@ struct allocator_snapshot {
 
 /// The pickle that torch.cuda.memory._dump_snapshot writes (protocol 2), for
 /// https://pytorch.org/memory_viz and torch.cuda._memory_viz. Raw bytes. A segment of the host tier
-/// has one key that PyTorch does not know, `tier`: "host". Settings that PyTorch has are typed as it
-/// types them where their text allows (True, 20971520, 0.8, [1:0,2:4]); all others are strings.
-/// What is not UTF-8 in a text becomes U+FFFD.
+/// has one key that PyTorch does not know, `tier`: "host". Settings that PyTorch has are typed as
+/// there where their text allows (True, 20971520, 0.8, [1:0,2:4]); all others are strings. What is
+/// not UTF-8 in a text becomes U+FFFD.
 std::string to_pickle(const allocator_snapshot& snapshot);
 /// The same tree as JSON.
 std::string to_json(const allocator_snapshot& snapshot);
