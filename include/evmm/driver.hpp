@@ -58,6 +58,21 @@ struct memory_usage {
   std::size_t total_bytes = 0;
 };
 
+/// Memory that one process holds on a device.
+struct process_usage {
+  int pid = 0;            ///< as the machine counts; in a container perhaps not as getpid() does
+  std::size_t bytes = 0;  ///< 0 where the driver does not tell
+  bool this_process = false;
+};
+
+/// Memory of a device's stream-ordered allocator, for the whole process.
+struct async_memory {
+  std::size_t reserved_bytes = 0;  ///< held from the device: used or cached
+  std::size_t used_bytes = 0;      ///< allocated, and freed by work that is not yet done
+  std::size_t reserved_peak = 0;   ///< the highest so far
+  std::size_t used_peak = 0;
+};
+
 /// What create() makes.
 struct allocation_request {
   std::size_t bytes = 0;  ///< a multiple of granularity(where)
@@ -83,6 +98,9 @@ struct capture_info {
   std::uint64_t id = 0;  ///< unique among the process's captures; 0 unless active
 };
 
+/// A driver's name for one node of the graph that a capture builds (CUgraphNode).
+enum class graph_node : std::uint64_t {};
+
 /// The seam to the machine: each member is one primitive of the CUDA driver, and everything above
 /// it is written against this class alone.
 ///
@@ -93,10 +111,12 @@ struct capture_info {
 ///   multiples of granularity().
 /// Threads: every member may be called from any thread at any time.
 /// Streams: members that take a stream return before the work is done; all others are finished
-///   when they return, and none of the memory members waits for a running kernel.
-/// Errors: invalid_argument for what the caller could have known, out_of_memory from create,
-///   unsupported, and driver_error with the native code for the rest; a failed call changed
-///   nothing. A call in a forked child is an invalid_argument: CUDA does not survive a fork.
+///   when they return, and none of the memory members waits for a running kernel, save those of
+///   page-locked memory, where CUDA may.
+/// Errors: invalid_argument for what the caller could have known, out_of_memory from create, pin
+///   and the allocate_ members, unsupported, and driver_error with the native code for the rest; a
+///   failed call changed nothing. A call in a forked child is an invalid_argument: CUDA does not
+///   survive a fork.
 class driver {
  public:
   driver(const driver&) = delete;
@@ -111,6 +131,9 @@ class driver {
   virtual device_description describe(device_id device) const = 0;
   /// Free and total bytes of a device (all processes) or of a NUMA node.
   virtual memory_usage usage(memory_location where) const = 0;
+  /// The processes that use the device, in no order. Empty where the machine does not tell: on
+  /// CUDA it is asked through NVML, which need not be there. Cost: milliseconds; for messages.
+  virtual std::vector<process_usage> processes(device_id device) const = 0;
   /// Whether `from` can load and store memory of `to`; true for a device and itself.
   virtual bool can_access(device_id from, device_id to) const = 0;
   /// NUMA nodes that have memory, ascending. Not each can serve create(): prove it by trying.
@@ -162,6 +185,24 @@ class driver {
   virtual allocation_handle import_fabric(const fabric_handle& shared,
                                           const allocation_request& request) = 0;
 
+  // --- page-locked host memory ----------------------------------------------------------------
+
+  /// Page-locked host memory that the CPU and every device reach at this address, aligned to 4,096;
+  /// what is in it is not said. Cost: about 670 ms a GiB (FACTS: 1.5 GiB/s). On CUDA it takes any
+  /// context that is there, and makes one on device 0 where none is: create an event on the device
+  /// that is meant before. Throws out_of_memory; invalid_argument for 0 bytes.
+  virtual address allocate_pinned(std::size_t bytes) = 0;
+  /// The caller has made sure that no stream uses it. CUDA may wait for running work. Throws
+  /// invalid_argument for an address that allocate_pinned did not give, or that was freed.
+  virtual void free_pinned(address at) = 0;
+  /// Page-locks ordinary memory of the process for all devices. Pages that were not touched yet are
+  /// made here, by one thread: touching them before is faster. The memory must stay mapped until
+  /// unpin(). Throws invalid_argument when some of it is pinned already or is not memory of the
+  /// process, out_of_memory beyond what may be locked.
+  virtual void pin(address at, std::size_t bytes) = 0;
+  /// Undoes the pin() of exactly this address; otherwise as free_pinned.
+  virtual void unpin(address at) = 0;
+
   // --- streams and events ---------------------------------------------------------------------
 
   /// A stream that does not synchronise with the default stream.
@@ -182,6 +223,23 @@ class driver {
   /// Later work of `stream` waits for `event`, without blocking the caller.
   virtual void wait(native_stream stream, native_event event) = 0;
 
+  // --- stream-ordered allocation --------------------------------------------------------------
+
+  /// Memory of the device, aligned to 512, for work that is enqueued on `stream` from now on and
+  /// for work that comes after it. It comes from the device's default pool (cuMemAllocAsync), which
+  /// keeps what is freed until trim_async: the first call raises the pool's release threshold.
+  /// Does not wait. Throws out_of_memory; invalid_argument for 0 bytes; unsupported where the
+  /// device has no such pool and on a stream that is being captured.
+  virtual address allocate_async(device_id device, std::size_t bytes, native_stream stream) = 0;
+  /// Gives it back once the work enqueued on `stream` so far is done; any stream that comes after
+  /// the last use will do. Does not wait. Throws invalid_argument for an address that
+  /// allocate_async did not give or that was freed, unsupported on a stream that is being captured.
+  virtual void free_async(address at, native_stream stream) = 0;
+  /// Gives cached memory back to the device until the pool holds at most `keep_bytes`, or only what
+  /// is in use. Memory freed by work that is not yet done stays.
+  virtual void trim_async(device_id device, std::size_t keep_bytes) = 0;
+  virtual async_memory async_usage(device_id device) const = 0;
+
   // --- work -----------------------------------------------------------------------------------
 
   /// Copies between any two mapped ranges, or ordinary host memory, in stream order.
@@ -193,6 +251,18 @@ class driver {
   virtual void launch(native_stream stream, std::function<void()> function) = 0;
   /// Whether the stream is being captured into a graph, and into which.
   virtual capture_info capture(native_stream stream) const = 0;
+  /// The nodes that the next work captured on this stream would depend on directly; empty unless an
+  /// active capture has work before it. Together with graph_dependencies this proves, inside a
+  /// capture, that one stream's work comes after another's. Another thread that enqueues on a
+  /// stream of the same capture meanwhile makes the answer stale.
+  ///
+  /// A graph_node means the same node as long as its capture is active, and on CUDA as long as its
+  /// graph exists; it is never valid in another process. Ids of a graph that is gone may be used
+  /// again by CUDA: compare nodes of one capture_info::id only.
+  virtual std::vector<graph_node> capture_frontier(native_stream stream) const = 0;
+  /// The nodes that `node` depends on directly. The host driver throws invalid_argument for a node
+  /// of no active capture; CUDA need not notice.
+  virtual std::vector<graph_node> graph_dependencies(graph_node node) const = 0;
 
  protected:
   driver() = default;

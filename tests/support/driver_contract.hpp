@@ -21,8 +21,8 @@
 #include <string>
 #include <vector>
 
-// What a driver promises, in driver_memory_contract.hpp and driver_stream_contract.hpp: written
-// against `driver` alone, instantiated for the host driver in tests/unit and for CUDA in tests/gpu.
+// What a driver promises, in driver_{memory,pool,stream,capture}_contract.hpp: written against
+// `driver` alone, instantiated for the host driver in tests/unit and for CUDA in tests/gpu.
 // The CPU never touches device memory here; host memory it touches where access was granted.
 
 namespace evmm::test {

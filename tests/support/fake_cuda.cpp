@@ -10,6 +10,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <mutex>
 #include <string>
@@ -40,9 +41,11 @@ struct handle_entry {
 struct host_node {
   CUhostFn function;
   void* data;
+  host_node* before;
 };
 struct graph_entry {
-  std::vector<host_node> nodes;
+  std::deque<host_node> nodes;  // each follows the one before; its address is its CUgraphNode
+  CUgraphNode last = nullptr;
   std::vector<std::pair<CUhostFn, void*>> owned;
 };
 struct stream_entry {
@@ -50,7 +53,14 @@ struct stream_entry {
   graph_entry* capture = nullptr;
 };
 
+struct pool_entry {
+  std::map<CUdeviceptr, std::size_t> allocated;
+  std::size_t cached = 0;
+  std::size_t keeps = 0;
+};
+
 std::mutex guard;
+pool_entry pools[k_devices];
 int contexts[k_devices] = {};  // retained; the address of each is its CUcontext
 thread_local std::vector<CUcontext> stack;
 std::map<CUmemGenericAllocationHandle, handle_entry> handles;
@@ -107,6 +117,8 @@ FAKE_API void fake_destroy_graph(graph_entry* graph) {
 #undef cuDevicePrimaryCtxRelease
 #undef cuStreamGetCaptureInfo
 #undef cuGetProcAddress
+#undef cuMemHostRegister
+#undef cuGraphNodeGetDependencies
 
 namespace {
 
@@ -300,7 +312,8 @@ CUresult stream_context(CUstream stream, CUcontext* context) {
   return CUDA_SUCCESS;
 }
 CUresult stream_capture(CUstream stream, CUstreamCaptureStatus* status, cuuint64_t* id,
-                        CUgraph* graph, const CUgraphNode**, std::size_t*) {
+                        CUgraph* graph, const CUgraphNode** nodes, const CUgraphEdgeData** edges,
+                        std::size_t* count) {
   *status = CU_STREAM_CAPTURE_STATUS_NONE;
   if (need_context() != CUDA_SUCCESS) return CUDA_ERROR_INVALID_CONTEXT;
   if (stream == nullptr) return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
@@ -309,7 +322,86 @@ CUresult stream_capture(CUstream stream, CUstreamCaptureStatus* status, cuuint64
   *status = CU_STREAM_CAPTURE_STATUS_ACTIVE;
   *id = 7;
   *graph = reinterpret_cast<CUgraph>(into);
+  if (nodes != nullptr && edges == nullptr) return CUDA_ERROR_LOSSY_QUERY;
+  if (nodes == nullptr) return CUDA_SUCCESS;
+  into->last = into->nodes.empty() ? nullptr : reinterpret_cast<CUgraphNode>(&into->nodes.back());
+  *nodes = &into->last;
+  *count = into->nodes.empty() ? 0 : 1;
   return CUDA_SUCCESS;
+}
+CUresult node_dependencies(CUgraphNode node, CUgraphNode* before, CUgraphEdgeData* edges,
+                           std::size_t* count) {
+  const auto* const asked = reinterpret_cast<const host_node*>(node);
+  if (before != nullptr && edges == nullptr) return CUDA_ERROR_LOSSY_QUERY;
+  const std::size_t room = *count;
+  *count = asked->before != nullptr ? 1 : 0;
+  if (before != nullptr && room > 0 && *count > 0) {
+    *before = reinterpret_cast<CUgraphNode>(asked->before);
+  }
+  return CUDA_SUCCESS;
+}
+CUresult host_alloc(void** at, std::size_t bytes, unsigned flags) {
+  if (need_context() != CUDA_SUCCESS) return CUDA_ERROR_INVALID_CONTEXT;
+  if (flags != CU_MEMHOSTALLOC_PORTABLE || bytes == 0) return CUDA_ERROR_INVALID_VALUE;
+  if (bytes > device_bytes()) return CUDA_ERROR_OUT_OF_MEMORY;
+  *at = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+  return CUDA_SUCCESS;
+}
+CUresult host_free(void* at) {
+  if (need_context() != CUDA_SUCCESS) return CUDA_ERROR_INVALID_CONTEXT;
+  std::free(at);
+  return CUDA_SUCCESS;
+}
+CUresult host_register(void*, std::size_t, unsigned flags) {
+  if (need_context() != CUDA_SUCCESS) return CUDA_ERROR_INVALID_CONTEXT;
+  return flags == CU_MEMHOSTREGISTER_PORTABLE ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+CUresult host_unregister(void*) {
+  return need_context();
+}
+CUresult default_pool(CUmemoryPool* pool, CUdevice device) {
+  *pool = reinterpret_cast<CUmemoryPool>(&pools[device]);
+  return CUDA_SUCCESS;
+}
+pool_entry* entry_of(CUmemoryPool pool) {
+  return reinterpret_cast<pool_entry*>(pool);
+}
+CUresult pool_get(CUmemoryPool pool, CUmemPool_attribute which, void* value) {
+  const pool_entry& asked = *entry_of(pool);
+  std::size_t used = 0;
+  for (const auto& [at, bytes] : asked.allocated) used += bytes;
+  const bool of_used =
+      which == CU_MEMPOOL_ATTR_USED_MEM_CURRENT || which == CU_MEMPOOL_ATTR_USED_MEM_HIGH;
+  *static_cast<cuuint64_t*>(value) = of_used ? used : used + asked.cached;
+  return CUDA_SUCCESS;
+}
+CUresult pool_set(CUmemoryPool pool, CUmemPool_attribute which, void* value) {
+  if (which != CU_MEMPOOL_ATTR_RELEASE_THRESHOLD) return CUDA_ERROR_INVALID_VALUE;
+  entry_of(pool)->keeps = *static_cast<cuuint64_t*>(value);
+  return CUDA_SUCCESS;
+}
+CUresult pool_trim(CUmemoryPool pool, std::size_t) {
+  entry_of(pool)->cached = 0;
+  return CUDA_SUCCESS;
+}
+CUresult pool_alloc(CUdeviceptr* at, std::size_t bytes, CUmemoryPool pool, CUstream stream) {
+  if (const CUresult result = need_context(stream); result != CUDA_SUCCESS) return result;
+  if (bytes > device_bytes()) return CUDA_ERROR_OUT_OF_MEMORY;
+  *at = reinterpret_cast<CUdeviceptr>(std::aligned_alloc(512, (bytes + 511) / 512 * 512));
+  entry_of(pool)->allocated[*at] = bytes;
+  return CUDA_SUCCESS;
+}
+CUresult async_free(CUdeviceptr at, CUstream stream) {
+  if (const CUresult result = need_context(stream); result != CUDA_SUCCESS) return result;
+  for (pool_entry& each : pools) {
+    const auto found = each.allocated.find(at);
+    if (found == each.allocated.end()) continue;
+    if (each.keeps != 0) each.cached += found->second;
+    each.allocated.erase(found);
+    std::free(reinterpret_cast<void*>(at));
+    return CUDA_SUCCESS;
+  }
+  return CUDA_ERROR_INVALID_VALUE;
 }
 CUresult exchange_mode(CUstreamCaptureMode* mode) {
   thread_local CUstreamCaptureMode current = CU_STREAM_CAPTURE_MODE_GLOBAL;
@@ -352,7 +444,8 @@ CUresult fill(CUdeviceptr at, unsigned char value, std::size_t bytes, CUstream s
 CUresult launch_host(CUstream stream, CUhostFn function, void* data) {
   if (const CUresult result = need_context(stream); result != CUDA_SUCCESS) return result;
   if (stream != nullptr && entry_of(stream)->capture != nullptr) {
-    entry_of(stream)->capture->nodes.push_back({function, data});
+    auto& nodes = entry_of(stream)->capture->nodes;
+    nodes.push_back({function, data, nodes.empty() ? nullptr : &nodes.back()});
   } else {
     function(data);
   }
@@ -409,6 +502,17 @@ const std::map<std::string, void*> k_functions = {
     {"cuMemSetAccess", untyped(mem_access)},
     {"cuMemExportToShareableHandle", untyped(mem_export)},
     {"cuMemImportFromShareableHandle", untyped(mem_import)},
+    {"cuMemHostAlloc", untyped(host_alloc)},
+    {"cuMemFreeHost", untyped(host_free)},
+    {"cuMemHostRegister", untyped(host_register)},
+    {"cuMemHostUnregister", untyped(host_unregister)},
+    {"cuDeviceGetDefaultMemPool", untyped(default_pool)},
+    {"cuMemPoolGetAttribute", untyped(pool_get)},
+    {"cuMemPoolSetAttribute", untyped(pool_set)},
+    {"cuMemPoolTrimTo", untyped(pool_trim)},
+    {"cuMemAllocFromPoolAsync", untyped(pool_alloc)},
+    {"cuMemFreeAsync", untyped(async_free)},
+    {"cuGraphNodeGetDependencies", untyped(node_dependencies)},
     {"cuStreamCreate", untyped(stream_create)},
     {"cuStreamDestroy", untyped(stream_destroy)},
     {"cuStreamSynchronize", untyped(stream_done)},

@@ -40,6 +40,14 @@ const char* to_string(driver_call call) {
       return "export_fabric";
     case driver_call::import_fabric:
       return "import_fabric";
+    case driver_call::allocate_pinned:
+      return "allocate_pinned";
+    case driver_call::free_pinned:
+      return "free_pinned";
+    case driver_call::pin:
+      return "pin";
+    case driver_call::unpin:
+      return "unpin";
     case driver_call::create_stream:
       return "create_stream";
     case driver_call::destroy_stream:
@@ -58,6 +66,12 @@ const char* to_string(driver_call call) {
       return "synchronize_event";
     case driver_call::wait:
       return "wait";
+    case driver_call::allocate_async:
+      return "allocate_async";
+    case driver_call::free_async:
+      return "free_async";
+    case driver_call::trim_async:
+      return "trim_async";
     case driver_call::copy:
       return "copy";
     case driver_call::fill:
@@ -70,10 +84,11 @@ const char* to_string(driver_call call) {
 
 std::string to_string(const alive_counts& counts) {
   return fmt::format(
-      "{} ranges ({} B), {} handles ({} B), {} mappings ({} B), {} streams, {} events, "
-      "{} descriptors",
+      "{} ranges ({} B), {} handles ({} B), {} mappings ({} B), {} pinned ({} B), {} async ({} B), "
+      "{} streams, {} events, {} descriptors",
       counts.ranges, counts.reserved_bytes, counts.handles, counts.created_bytes, counts.mappings,
-      counts.mapped_bytes, counts.streams, counts.events, counts.descriptors);
+      counts.mapped_bytes, counts.pinned, counts.pinned_bytes, counts.async_blocks,
+      counts.async_bytes, counts.streams, counts.events, counts.descriptors);
 }
 
 std::ostream& operator<<(std::ostream& out, const alive_counts& counts) {
@@ -87,6 +102,10 @@ bool fails_routinely(driver_call call) {
     case driver_call::free:
     case driver_call::release:
     case driver_call::unmap:
+    case driver_call::free_pinned:
+    case driver_call::unpin:
+    case driver_call::free_async:
+    case driver_call::trim_async:
     case driver_call::destroy_stream:
     case driver_call::destroy_event:
     case driver_call::synchronize_stream:
@@ -133,6 +152,10 @@ class fault_driver_impl final : public fault_driver {
             .mappings = mappings_.size(),
             .streams = streams_.size(),
             .events = events_.size(),
+            .pinned = pinned_.size(),
+            .async_blocks = async_.size(),
+            .pinned_bytes = total(pinned_),
+            .async_bytes = total(async_),
             .reserved_bytes = total(ranges_),
             .created_bytes = total(handles_),
             .mapped_bytes = total(mappings_),
@@ -152,11 +175,16 @@ class fault_driver_impl final : public fault_driver {
     return time_in_calls_;
   }
 
+  driver& inner() override { return *inner_; }
+
   driver_info info() const override { return inner_->info(); }
   int device_count() const override { return inner_->device_count(); }
   device_description describe(device_id device) const override { return inner_->describe(device); }
   memory_usage usage(memory_location where) const override {
     return call(driver_call::usage, [&] { return inner_->usage(where); });
+  }
+  std::vector<process_usage> processes(device_id device) const override {
+    return inner_->processes(device);
   }
   bool can_access(device_id from, device_id to) const override {
     return inner_->can_access(from, to);
@@ -211,6 +239,22 @@ class fault_driver_impl final : public fault_driver {
       return add(handles_, inner_->import_fabric(shared, request), request.bytes);
     });
   }
+  address allocate_pinned(std::size_t bytes) override {
+    return call(driver_call::allocate_pinned,
+                [&] { return add(pinned_, inner_->allocate_pinned(bytes), bytes); });
+  }
+  void free_pinned(address at) override {
+    call(driver_call::free_pinned, [&] { remove(pinned_, at, [&] { inner_->free_pinned(at); }); });
+  }
+  void pin(address at, std::size_t bytes) override {
+    call(driver_call::pin, [&] {
+      inner_->pin(at, bytes);
+      add(pinned_, at, bytes);
+    });
+  }
+  void unpin(address at) override {
+    call(driver_call::unpin, [&] { remove(pinned_, at, [&] { inner_->unpin(at); }); });
+  }
 
   native_stream create_stream(device_id device) override {
     return call(driver_call::create_stream,
@@ -244,6 +288,18 @@ class fault_driver_impl final : public fault_driver {
   void wait(native_stream stream, native_event event) override {
     call(driver_call::wait, [&] { inner_->wait(stream, event); });
   }
+  address allocate_async(device_id device, std::size_t bytes, native_stream stream) override {
+    return call(driver_call::allocate_async,
+                [&] { return add(async_, inner_->allocate_async(device, bytes, stream), bytes); });
+  }
+  void free_async(address at, native_stream stream) override {
+    call(driver_call::free_async,
+         [&] { remove(async_, at, [&] { inner_->free_async(at, stream); }); });
+  }
+  void trim_async(device_id device, std::size_t keep_bytes) override {
+    call(driver_call::trim_async, [&] { inner_->trim_async(device, keep_bytes); });
+  }
+  async_memory async_usage(device_id device) const override { return inner_->async_usage(device); }
   void copy(address to, address from, std::size_t bytes, native_stream stream) override {
     call(driver_call::copy, [&] { inner_->copy(to, from, bytes, stream); });
   }
@@ -254,6 +310,12 @@ class fault_driver_impl final : public fault_driver {
     call(driver_call::launch, [&] { inner_->launch(stream, std::move(function)); });
   }
   capture_info capture(native_stream stream) const override { return inner_->capture(stream); }
+  std::vector<graph_node> capture_frontier(native_stream stream) const override {
+    return inner_->capture_frontier(stream);
+  }
+  std::vector<graph_node> graph_dependencies(graph_node node) const override {
+    return inner_->graph_dependencies(node);
+  }
 
  private:
   struct fault {
@@ -328,6 +390,8 @@ class fault_driver_impl final : public fault_driver {
   std::map<address, std::size_t> ranges_;
   std::map<allocation_handle, std::size_t> handles_;
   std::map<address, std::size_t> mappings_;
+  std::map<address, std::size_t> pinned_;
+  std::map<address, std::size_t> async_;
   std::map<native_stream, std::size_t> streams_;
   std::map<native_event, std::size_t> events_;
 };

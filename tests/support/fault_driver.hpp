@@ -28,6 +28,10 @@ enum class driver_call {
   import_fd,
   export_fabric,
   import_fabric,
+  allocate_pinned,
+  free_pinned,
+  pin,
+  unpin,
   create_stream,
   destroy_stream,
   synchronize_stream,
@@ -37,6 +41,9 @@ enum class driver_call {
   done,
   synchronize_event,
   wait,
+  allocate_async,
+  free_async,
+  trim_async,
   copy,
   fill,
   launch,
@@ -46,6 +53,9 @@ const char* to_string(driver_call call);
 /// What exists through a driver at one moment; equal before and after means nothing leaked.
 struct alive_counts {
   std::size_t ranges = 0, handles = 0, mappings = 0, streams = 0, events = 0;
+  std::size_t pinned = 0;        ///< allocated so, or pinned where it lay
+  std::size_t async_blocks = 0;  ///< allocated in stream order, and not freed
+  std::size_t pinned_bytes = 0, async_bytes = 0;
   std::size_t reserved_bytes = 0, created_bytes = 0, mapped_bytes = 0;
   std::size_t descriptors = 0;  ///< open descriptors of the process
   friend bool operator==(const alive_counts&, const alive_counts&) = default;
@@ -55,9 +65,9 @@ std::string to_string(const alive_counts& counts);
 std::ostream& operator<<(std::ostream& out, const alive_counts& counts);
 
 /// A driver that passes calls on to another, fails the one it is told to fail, counts what is
-/// alive, and records the sequence of calls. Clean-up calls (release, free, unmap, destroy_*) are
-/// failed only when asked for by kind. A call that is failed does not reach the other driver. One
-/// failure is armed at a time: the next fail_call() replaces it. Thread-safe.
+/// alive, and records the sequence of calls. Clean-up calls (release, free*, unmap, unpin, trim,
+/// destroy_*) are failed only when asked for by kind. A call that is failed does not reach the
+/// other driver. One failure is armed at a time: the next fail_call() replaces it. Thread-safe.
 ///
 /// The use in a test of anything with several steps:
 ///
@@ -73,7 +83,7 @@ class fault_driver : public driver {
   static std::shared_ptr<fault_driver> make(std::shared_ptr<driver> inner);
 
   /// Fails the `nth` (from 0) call from now on that may fail routinely: everything but release,
-  /// free, unmap, destroy_*, synchronize_* and done. One shot.
+  /// free*, unmap, unpin, trim_async, destroy_*, synchronize_* and done. One shot.
   virtual void fail_call(std::size_t nth,
                          error_category category = error_category::driver_error) = 0;
   /// Fails the `nth` call of one kind from now on. One shot.
@@ -88,6 +98,8 @@ class fault_driver : public driver {
   virtual void clear_record() = 0;
   /// Time spent inside those calls, of all threads together: what the driver itself costs.
   virtual std::chrono::nanoseconds time_in_calls() const = 0;
+  /// What calls are passed on to.
+  virtual driver& inner() = 0;
 };
 
 /// Holds a stream still: work enqueued after construction waits until open() or destruction.

@@ -17,6 +17,9 @@ class forwarding_driver : public driver {
   int device_count() const override { return inner_->device_count(); }
   device_description describe(device_id device) const override { return inner_->describe(device); }
   memory_usage usage(memory_location where) const override { return inner_->usage(where); }
+  std::vector<process_usage> processes(device_id device) const override {
+    return inner_->processes(device);
+  }
   bool can_access(device_id from, device_id to) const override {
     return inner_->can_access(from, to);
   }
@@ -50,6 +53,10 @@ class forwarding_driver : public driver {
                                   const allocation_request& request) override {
     return inner_->import_fabric(shared, request);
   }
+  address allocate_pinned(std::size_t bytes) override { return inner_->allocate_pinned(bytes); }
+  void free_pinned(address at) override { inner_->free_pinned(at); }
+  void pin(address at, std::size_t bytes) override { inner_->pin(at, bytes); }
+  void unpin(address at) override { inner_->unpin(at); }
   native_stream create_stream(device_id device) override { return inner_->create_stream(device); }
   void destroy_stream(native_stream stream) override { inner_->destroy_stream(stream); }
   void synchronize(native_stream stream) override { inner_->synchronize(stream); }
@@ -60,6 +67,14 @@ class forwarding_driver : public driver {
   bool done(native_event event) override { return inner_->done(event); }
   void synchronize(native_event event) override { inner_->synchronize(event); }
   void wait(native_stream stream, native_event event) override { inner_->wait(stream, event); }
+  address allocate_async(device_id device, std::size_t bytes, native_stream stream) override {
+    return inner_->allocate_async(device, bytes, stream);
+  }
+  void free_async(address at, native_stream stream) override { inner_->free_async(at, stream); }
+  void trim_async(device_id device, std::size_t keep_bytes) override {
+    inner_->trim_async(device, keep_bytes);
+  }
+  async_memory async_usage(device_id device) const override { return inner_->async_usage(device); }
   void copy(address to, address from, std::size_t bytes, native_stream stream) override {
     inner_->copy(to, from, bytes, stream);
   }
@@ -70,6 +85,14 @@ class forwarding_driver : public driver {
     inner_->launch(stream, std::move(function));
   }
   capture_info capture(native_stream stream) const override { return inner_->capture(stream); }
+  std::vector<graph_node> capture_frontier(native_stream stream) const override {
+    return inner_->capture_frontier(stream);
+  }
+  std::vector<graph_node> graph_dependencies(graph_node node) const override {
+    return inner_->graph_dependencies(node);
+  }
+
+  driver& inner() { return *inner_; }
 
  private:
   std::shared_ptr<driver> inner_;

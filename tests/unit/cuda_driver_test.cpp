@@ -295,6 +295,79 @@ TEST(cuda_driver, a_captured_function_lives_as_long_as_the_graph) {
   });
 }
 
+TEST(cuda_driver, tells_what_captured_work_depends_on) {
+  in_child({}, [] {
+    const auto on = make_cuda_driver();
+    const native_stream stream = on->create_stream(device_id{0});
+    EXPECT_TRUE(on->capture_frontier(stream).empty());
+    EXPECT_TRUE(on->capture_frontier(nullptr).empty());
+    void* const graph = fake<void*(native_stream)>("fake_begin_capture")(stream);
+    EXPECT_TRUE(on->capture_frontier(stream).empty());
+    on->launch(stream, [] {});
+    const auto first = on->capture_frontier(stream);
+    ASSERT_EQ(first.size(), 1u);
+    EXPECT_TRUE(on->graph_dependencies(first.front()).empty());
+    on->launch(stream, [] {});
+    const auto second = on->capture_frontier(stream);
+    ASSERT_EQ(second.size(), 1u);
+    EXPECT_EQ(on->graph_dependencies(second.front()), first);
+    EXPECT_THAT(refusal<unsupported>([&] { on->allocate_async(device_id{0}, 512, stream); }),
+                HasSubstr("captured"));
+    fake<void(native_stream)>("fake_end_capture")(stream);
+    fake<void(void*)>("fake_destroy_graph")(graph);
+    on->destroy_stream(stream);
+  });
+}
+
+TEST(cuda_driver, pinned_memory_is_portable_and_known) {
+  in_child({{"FAKE_CUDA_BYTES", "8388608"}}, [] {
+    const auto on = make_cuda_driver();
+    const address at = on->allocate_pinned(2_MiB);
+    EXPECT_THAT(refusal<out_of_memory>([&] { on->allocate_pinned(16_MiB); }),
+                AllOf(HasSubstr("cannot pin 16.0 MiB: this process holds 2.0 MiB"),
+                      HasSubstr("ulimit -l")));
+    EXPECT_THAT(refusal<invalid_argument>([&] { on->pin(at, 4096); }), HasSubstr("already"));
+    EXPECT_THAT(refusal<invalid_argument>([&] { on->free_pinned(at + 1); }), HasSubstr("nothing"));
+    std::vector<std::byte> ordinary(4096);
+    const auto lies = reinterpret_cast<address>(ordinary.data());
+    on->pin(lies, ordinary.size());
+    EXPECT_THAT(refusal<invalid_argument>([&] { on->pin(lies + 1, 8); }), HasSubstr("already"));
+    EXPECT_THAT(refusal<invalid_argument>([&] { on->free_pinned(lies); }), HasSubstr("nothing"));
+    on->unpin(lies);
+    on->free_pinned(at);
+    EXPECT_EQ(fake<int()>("fake_stack_depth")(), 0);
+  });
+}
+
+TEST(cuda_driver, stream_ordered_memory_is_kept_by_the_device_s_pool) {
+  in_child({{"FAKE_CUDA_BYTES", "8388608"}}, [] {
+    const auto on = make_cuda_driver();
+    const native_stream stream = on->create_stream(device_id{1});
+    const address at = on->allocate_async(device_id{1}, 4_MiB, stream);
+    EXPECT_EQ(on->async_usage(device_id{1}).used_bytes, 4_MiB);
+    EXPECT_EQ(on->async_usage(device_id{0}).reserved_bytes, 0u);
+    EXPECT_THAT(
+        refusal<out_of_memory>([&] { on->allocate_async(device_id{1}, 16_MiB, stream); }),
+        AllOf(HasSubstr("cannot allocate 16.0 MiB on DEVICE 1"), HasSubstr("pool holds 4.0 MiB")));
+    on->free_async(at, stream);
+    EXPECT_THAT(refusal<invalid_argument>([&] { on->free_async(at, stream); }), HasSubstr("freed"));
+    EXPECT_EQ(on->async_usage(device_id{1}).used_bytes, 0u);
+    EXPECT_EQ(on->async_usage(device_id{1}).reserved_bytes, 4_MiB);
+    on->trim_async(device_id{1}, 0);
+    EXPECT_EQ(on->async_usage(device_id{1}).reserved_bytes, 0u);
+    on->destroy_stream(stream);
+  });
+}
+
+TEST(cuda_driver, nobody_is_told_to_use_a_device_without_nvml) {
+  in_child({}, [] {
+    const auto on = make_cuda_driver();
+    EXPECT_TRUE(on->processes(device_id{0}).empty());
+    EXPECT_THAT(refusal<invalid_argument>([&] { on->processes(device_id{7}); }),
+                HasSubstr("DEVICE 7"));
+  });
+}
+
 TEST(cuda_driver, a_forked_child_is_refused) {
   in_child({}, [] {
     auto on = make_cuda_driver();

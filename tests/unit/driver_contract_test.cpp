@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "tests/support/driver_capture_contract.hpp"
 #include "tests/support/driver_memory_contract.hpp"
+#include "tests/support/driver_pool_contract.hpp"
 #include "tests/support/driver_stream_contract.hpp"
 
 #include <evmm/host_driver.hpp>
@@ -23,7 +25,9 @@ const auto k_drivers = ::testing::Values(
     driver_choice{"fault_driver", [](std::string*) { return fault_driver::make(machine(false)); }});
 const auto k_name = [](const auto& info) { return info.param.name; };
 
+INSTANTIATE_TEST_SUITE_P(drivers, driver_capture_contract, k_drivers, k_name);
 INSTANTIATE_TEST_SUITE_P(drivers, driver_memory_contract, k_drivers, k_name);
+INSTANTIATE_TEST_SUITE_P(drivers, driver_pool_contract, k_drivers, k_name);
 INSTANTIATE_TEST_SUITE_P(drivers, driver_stream_contract, k_drivers, k_name);
 
 }  // namespace

@@ -218,5 +218,36 @@ TEST_F(host_capture, a_graph_can_be_part_of_a_graph) {
   EXPECT_THROW(on->launch_graph(nullptr, streams[0]), invalid_argument);
 }
 
+TEST_F(host_capture, tells_dependencies_while_the_capture_is_active) {
+  on->begin_capture(streams[0]);
+  note(streams[0], 1);
+  on->record(events[0], streams[0]);
+  on->wait(streams[1], events[0]);
+  on->wait(streams[2], events[0]);
+  const auto fork = on->capture_frontier(streams[0]);
+  ASSERT_EQ(fork.size(), 1u);
+  EXPECT_EQ(on->capture_frontier(streams[1]), fork);
+  note(streams[1], 2);
+  note(streams[2], 3);
+  on->record(events[1], streams[1]);
+  on->record(events[2], streams[2]);
+  on->wait(streams[0], events[1]);
+  on->wait(streams[0], events[2]);
+  const auto joined = on->capture_frontier(streams[0]);
+  EXPECT_THAT(joined, ElementsAre(fork[0], on->capture_frontier(streams[1])[0],
+                                  on->capture_frontier(streams[2])[0]));
+  note(streams[0], 4);
+  const auto last = on->capture_frontier(streams[0]);
+  ASSERT_EQ(last.size(), 1u);
+  EXPECT_EQ(on->graph_dependencies(last[0]), joined);
+  EXPECT_EQ(on->graph_dependencies(joined[2]), fork);
+  static_cast<void>(on->end_capture(streams[0]));
+  EXPECT_THROW(on->graph_dependencies(last[0]), invalid_argument) << "it is over";
+  on->begin_capture(streams[0]);
+  note(streams[0], 5);
+  EXPECT_NE(on->capture_frontier(streams[0]), fork) << "names are not used twice";
+  static_cast<void>(on->end_capture(streams[0]));
+}
+
 }  // namespace
 }  // namespace evmm::test

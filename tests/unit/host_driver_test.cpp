@@ -20,6 +20,8 @@
 #include <utility>
 #include <vector>
 
+#include <unistd.h>
+
 namespace evmm::test {
 namespace {
 
@@ -305,6 +307,81 @@ TEST(host_driver, can_be_let_go_by_its_own_stream) {
   });
   gate.open();
   gone.get_future().wait();
+}
+
+// --- pinned and stream-ordered memory -----------------------------------------------------------
+
+TEST(host_driver, pinned_memory_counts_against_the_nodes) {
+  const auto on = host_driver::make({.host_bytes = 4_MiB, .numa_nodes = {0, 1}});
+  const auto free_bytes = [&](int node) { return on->usage({tier::host, node}).free_bytes; };
+  const address first = on->allocate_pinned(3_MiB + 1);
+  EXPECT_EQ(free_bytes(0), 1_MiB - 4096) << "whole pages";
+  const address second = on->allocate_pinned(2_MiB);
+  EXPECT_EQ(free_bytes(1), 2_MiB) << "the first node that has room";
+  EXPECT_THAT(
+      message_of([&] { on->allocate_pinned(3_MiB); }),
+      AllOf(HasSubstr("out_of_memory: cannot pin 3.0 MiB on HOST_NUMA 1: 2.0 MiB of 4.0 MiB"),
+            HasSubstr("EVMM_HOST_BYTES")));
+  std::vector<std::byte> ordinary(5_MiB);
+  EXPECT_THROW(on->pin(reinterpret_cast<address>(ordinary.data()), ordinary.size()), out_of_memory);
+  on->pin(reinterpret_cast<address>(ordinary.data()), 1_MiB);
+  EXPECT_LT(free_bytes(1), 1_MiB + 4096);
+  on->unpin(reinterpret_cast<address>(ordinary.data()));
+  on->free_pinned(first);
+  on->free_pinned(second);
+  EXPECT_EQ(free_bytes(0) + free_bytes(1), 8_MiB);
+  const address reserved = on->reserve(2_MiB);
+  EXPECT_THAT(message_of([&] { on->pin(reserved, 4096); }), HasSubstr("reserved by the driver"));
+  on->free(reserved, 2_MiB);
+}
+
+TEST(host_driver, stream_ordered_memory_counts_until_its_free_is_reached_and_it_is_trimmed) {
+  const auto on = host_driver::make({.device_bytes = 8_MiB});
+  const native_stream first = on->create_stream({0});
+  const native_stream second = on->create_stream({0});
+  const auto used = [&] { return on->async_usage({0}).used_bytes; };
+  const address at = on->allocate_async({0}, 4_MiB, first);
+  EXPECT_EQ(on->usage(k_device).free_bytes, 4_MiB);
+  {
+    stream_gate gate(*on, first);
+    on->free_async(at, first);
+    EXPECT_EQ(used(), 4_MiB) << "its stream has not come to the free";
+    EXPECT_EQ(on->allocate_async({0}, 4_MiB, first), at) << "what follows there may have it";
+    on->free_async(at, first);
+    const address elsewhere = on->allocate_async({0}, 4_MiB, second);
+    EXPECT_NE(elsewhere, at) << "another stream may not";
+    on->free_async(elsewhere, second);
+    on->synchronize(second);
+    EXPECT_THAT(message_of([&] { on->allocate_async({0}, 8_MiB, second); }),
+                AllOf(HasSubstr("out_of_memory"), HasSubstr("8.0 MiB on DEVICE 0")));
+  }
+  on->synchronize(first);
+  EXPECT_EQ(used(), 0u);
+  EXPECT_EQ(on->async_usage({0}).used_peak, 8_MiB);
+  EXPECT_EQ(on->allocate_async({0}, 3_MiB, second), at) << "now it may";
+  on->free_async(at, second);
+  on->synchronize(second);
+  const address whole = on->allocate_async({0}, 8_MiB, second);  // what is cached makes room
+  on->free_async(whole, first);
+  on->synchronize(first);
+  on->trim_async({0}, 8_MiB);
+  EXPECT_EQ(on->async_usage({0}).reserved_bytes, 8_MiB);
+  on->trim_async({0}, 4_MiB);
+  EXPECT_EQ(on->async_usage({0}).reserved_bytes, 0u);
+  EXPECT_EQ(on->usage(k_device).free_bytes, 8_MiB);
+  on->destroy_stream(first);
+  on->destroy_stream(second);
+}
+
+TEST(host_driver, reports_itself_as_the_process_on_its_devices) {
+  const auto on = host_driver::make({.devices = 2});
+  const physical_memory memory(*on, {.bytes = 2_MiB, .where = k_device});
+  const auto found = on->processes({0});
+  ASSERT_EQ(found.size(), 1u);
+  EXPECT_TRUE(found.front().this_process);
+  EXPECT_EQ(found.front().pid, ::getpid());
+  EXPECT_EQ(found.front().bytes, 2_MiB);
+  EXPECT_EQ(on->processes({1}).front().bytes, 0u);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #include "lib/driver/cuda/cuda_driver.hpp"
 
 #include "lib/driver/cuda/cuda_error.hpp"
+#include "lib/driver/cuda/nvml.hpp"
 #include "lib/support/log.hpp"
 #include "lib/support/node_memory.hpp"
 
@@ -67,7 +68,8 @@ cuda_driver::cuda_driver(const cuda_library& library)
     : library_(library),
       api_(library.api),
       nodes_(nodes_with_memory()),
-      contexts_(library.api, all_devices(library)) {
+      contexts_(library.api, all_devices(library)),
+      pool_kept_(std::make_unique<std::atomic<bool>[]>(static_cast<std::size_t>(library.devices))) {
   for (int i = 0; i < library.devices; ++i) devices_.push_back(look_at(i));
 
   allocation_request on_host{.where = memory_location::on(nodes_.front())};
@@ -83,9 +85,13 @@ cuda_driver::~cuda_driver() {
     return;
   }
   const auto [ranges, handles, mappings] = ledger_.alive();
-  if (ranges + handles + mappings != 0) {
-    log().warn("the CUDA driver goes with {} reserved ranges, {} handles and {} mappings alive",
-               ranges, handles, mappings);
+  const std::size_t pinned = pinned_.count() + registered_.count();
+  if (ranges + handles + mappings + pinned + async_.count() != 0) {
+    log().warn(
+        "the CUDA driver goes with {} reserved ranges, {} handles, {} mappings, {} pieces of "
+        "pinned "
+        "and {} of stream-ordered memory alive",
+        ranges, handles, mappings, pinned, async_.count());
   }
 }
 
@@ -197,6 +203,11 @@ memory_usage cuda_driver::usage(memory_location where) const {
   check(api_, api_.mem_get_info(&found.free_bytes, &found.total_bytes),
         [&] { return "ask for the free memory of " + to_string(where); });
   return found;
+}
+
+std::vector<process_usage> cuda_driver::processes(device_id device) const {
+  check_caller();
+  return processes_on(entry(device).description.pci_bus_id);
 }
 
 bool cuda_driver::can_access(device_id from, device_id to) const {

@@ -4,11 +4,13 @@
 #include "lib/driver/cuda/cuda_api.hpp"
 #include "lib/driver/cuda/cuda_context.hpp"
 #include "lib/driver/cuda/host_function.hpp"
+#include "lib/driver/cuda/span_ledger.hpp"
 #include "lib/driver/cuda/vmm_ledger.hpp"
 #include "lib/support/fork_guard.hpp"
 
 #include <evmm/driver.hpp>
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <source_location>
@@ -19,7 +21,8 @@
 namespace evmm {
 
 /// The driver over libcuda. What is here: cuda_driver.cpp; addresses, memory and sharing:
-/// cuda_memory.cpp; streams, events and work: cuda_streams.cpp.
+/// cuda_memory.cpp; page-locked and stream-ordered memory: cuda_pools.cpp; streams, events and
+/// work: cuda_streams.cpp.
 class cuda_driver final : public driver {
  public:
   explicit cuda_driver(const cuda_library& library);
@@ -29,6 +32,7 @@ class cuda_driver final : public driver {
   int device_count() const override;
   device_description describe(device_id device) const override;
   memory_usage usage(memory_location where) const override;
+  std::vector<process_usage> processes(device_id device) const override;
   bool can_access(device_id from, device_id to) const override;
   std::vector<numa_node> numa_nodes() const override;
 
@@ -49,6 +53,11 @@ class cuda_driver final : public driver {
   allocation_handle import_fabric(const fabric_handle& shared,
                                   const allocation_request& request) override;
 
+  address allocate_pinned(std::size_t bytes) override;
+  void free_pinned(address at) override;
+  void pin(address at, std::size_t bytes) override;
+  void unpin(address at) override;
+
   native_stream create_stream(device_id device) override;
   void destroy_stream(native_stream stream) override;
   void synchronize(native_stream stream) override;
@@ -60,10 +69,17 @@ class cuda_driver final : public driver {
   void synchronize(native_event event) override;
   void wait(native_stream stream, native_event event) override;
 
+  address allocate_async(device_id device, std::size_t bytes, native_stream stream) override;
+  void free_async(address at, native_stream stream) override;
+  void trim_async(device_id device, std::size_t keep_bytes) override;
+  async_memory async_usage(device_id device) const override;
+
   void copy(address to, address from, std::size_t bytes, native_stream stream) override;
   void fill(address at, std::byte value, std::size_t bytes, native_stream stream) override;
   void launch(native_stream stream, std::function<void()> function) override;
   capture_info capture(native_stream stream) const override;
+  std::vector<graph_node> capture_frontier(native_stream stream) const override;
+  std::vector<graph_node> graph_dependencies(graph_node node) const override;
 
  private:
   struct device_entry {
@@ -93,6 +109,10 @@ class cuda_driver final : public driver {
   void check_multiple(std::string_view what, std::size_t value, std::size_t unit) const;
   void check_request(const allocation_request& request) const;
   [[noreturn]] void throw_create_error(CUresult result, const allocation_request& request) const;
+  [[noreturn]] void throw_pin_error(CUresult result, std::size_t bytes) const;
+  CUmemoryPool pool(device_id device) const;
+  /// Throws unsupported when the stream is being captured.
+  void check_not_captured(native_stream stream, const char* doing) const;
   bool fabric_works() const;
   bool prove_fabric() const;
 
@@ -105,6 +125,10 @@ class cuda_driver final : public driver {
   std::size_t unit_ = 0;              ///< of addresses: the largest granularity of any location
   mutable primary_contexts contexts_;
   vmm_ledger ledger_;
+  span_ledger pinned_;                              ///< from allocate_pinned
+  span_ledger registered_;                          ///< by pin
+  span_ledger async_;                               ///< from allocate_async
+  std::unique_ptr<std::atomic<bool>[]> pool_kept_;  ///< by device: its pool keeps what is freed
   std::shared_ptr<host_failures> failures_ = std::make_shared<host_failures>();
   mutable std::once_flag fabric_once_;
   mutable bool fabric_works_ = false;

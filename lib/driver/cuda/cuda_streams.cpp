@@ -8,7 +8,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <utility>
+#include <vector>
 
 namespace evmm {
 
@@ -20,6 +22,10 @@ void check_event(native_event event) {
 
 void check_address(address at, const char* what) {
   if (at == 0) throw invalid_argument(fmt::format("the address to {} is null", what));
+}
+
+graph_node node_of(CUgraphNode node) {
+  return graph_node{reinterpret_cast<std::uintptr_t>(node)};
 }
 
 /// Success or not-ready as an answer, anything else as an error.
@@ -170,6 +176,33 @@ capture_info cuda_driver::capture(native_stream stream) const {
       break;
   }
   return {};
+}
+
+std::vector<graph_node> cuda_driver::capture_frontier(native_stream stream) const {
+  check_caller();
+  const auto current = context_scope::any(contexts_);
+  const stream_capture found = query_capture(api_, stream);
+  if (found.status != CU_STREAM_CAPTURE_STATUS_ACTIVE) return {};
+  std::vector<graph_node> nodes(found.frontier_size);
+  std::transform(found.frontier, found.frontier + found.frontier_size, nodes.begin(), node_of);
+  return nodes;
+}
+
+std::vector<graph_node> cuda_driver::graph_dependencies(graph_node node) const {
+  check_caller();
+  if (node == graph_node{}) throw invalid_argument("the graph node is null");
+  auto* const native = reinterpret_cast<CUgraphNode>(static_cast<std::uintptr_t>(node));
+  const auto doing = [] { return "ask what a graph node depends on"; };
+  std::size_t count = 0;
+  check(api_, api_.graph_node_get_dependencies(native, nullptr, nullptr, &count), doing);
+  if (count == 0) return {};
+  std::vector<CUgraphNode> before(count);
+  std::vector<CUgraphEdgeData> edges(count);
+  check(api_, api_.graph_node_get_dependencies(native, before.data(), edges.data(), &count), doing);
+  before.resize(std::min(count, before.size()));
+  std::vector<graph_node> nodes(before.size());
+  std::transform(before.begin(), before.end(), nodes.begin(), node_of);
+  return nodes;
 }
 
 }  // namespace evmm

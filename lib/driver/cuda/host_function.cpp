@@ -69,7 +69,8 @@ bool in_host_function() noexcept {
 stream_capture query_capture(const cuda_api& api, native_stream stream) {
   stream_capture found;
   const CUresult result =
-      api.stream_get_capture_info(stream, &found.status, &found.id, &found.graph, nullptr, nullptr);
+      api.stream_get_capture_info(stream, &found.status, &found.id, &found.graph, &found.frontier,
+                                  &found.edges, &found.frontier_size);
   // The legacy default stream answers so while another stream is captured that it would wait for.
   // It is not being captured itself, and never can be.
   if (result == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT) return {};

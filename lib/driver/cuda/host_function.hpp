@@ -42,6 +42,9 @@ struct stream_capture {
   CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
   cuuint64_t id = 0;
   CUgraph graph = nullptr;
+  const CUgraphNode* frontier = nullptr;  ///< CUDA's own, until the capture goes on
+  const CUgraphEdgeData* edges = nullptr;
+  std::size_t frontier_size = 0;
 };
 stream_capture query_capture(const cuda_api& api, native_stream stream);
 

@@ -46,6 +46,11 @@ void capture_session::join(native_stream stream, const frontier& event) {
   }
 }
 
+const capture_session::frontier& capture_session::before(std::size_t node) const {
+  if (node < after_.size()) return after_[node];
+  throw invalid_argument(fmt::format("capture {} has no node {}", id_, node));
+}
+
 std::shared_ptr<const host_graph> capture_session::finish() {
   const auto was = std::exchange(status_, capture_status::none);
   if (was != capture_status::active) {

@@ -45,6 +45,8 @@ class capture_session {
   void check_active() const;
 
   void add(native_stream stream, work node);
+  /// What `node` comes after directly. Throws invalid_argument when there is no such node.
+  const frontier& before(std::size_t node) const;
   const frontier& of(native_stream stream) { return frontiers_[stream]; }
   /// What `stream` does next comes after `event` too.
   void join(native_stream stream, const frontier& event);

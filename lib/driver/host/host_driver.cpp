@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "lib/driver/host/async_pool.hpp"
 #include "lib/driver/host/memory_table.hpp"
 #include "lib/driver/host/options.hpp"
 #include "lib/driver/host/pages.hpp"
+#include "lib/driver/host/pinned_table.hpp"
 #include "lib/driver/host/stream_table.hpp"
 #include "lib/support/fork_guard.hpp"
+#include "lib/support/format.hpp"
 
 #include <evmm/error.hpp>
 #include <evmm/host_driver.hpp>
@@ -14,12 +17,17 @@
 #include <cerrno>
 #include <cstring>
 #include <utility>
+#include <vector>
+
+#include <unistd.h>
 
 namespace evmm {
 
 namespace {
 
+using host::async_pool;
 using host::memory_table;
+using host::pinned_table;
 using host::stream_table;
 
 /// When work is enqueued, as CUDA looks addresses up then; and again when it runs, since a range
@@ -39,7 +47,11 @@ class host_driver_impl final : public host_driver {
   explicit host_driver_impl(const host_driver_options& options)
       : options_(host::checked(options)),
         memory_(std::make_shared<memory_table>(options_)),
+        pinned_(std::make_unique<pinned_table>(*memory_, nodes())),
         streams_(std::make_unique<stream_table>()) {
+    for (int i = 0; i < options_.devices; ++i) {
+      pools_.push_back(std::make_unique<async_pool>(*memory_, device_id{i}));
+    }
     host::raise_descriptor_limit();
   }
 
@@ -48,6 +60,8 @@ class host_driver_impl final : public host_driver {
     // In a forked child the threads of the streams are not there to be joined, and any lock may be
     // held for good: leave all to the end of the process.
     static_cast<void>(streams_.release());
+    static_cast<void>(pinned_.release());
+    for (auto& pool : pools_) static_cast<void>(pool.release());
     static_cast<void>(new std::shared_ptr<memory_table>(std::move(memory_)));
   }
 
@@ -87,6 +101,13 @@ class host_driver_impl final : public host_driver {
     return memory_->usage(where);
   }
 
+  /// Itself: no other process is known to hold memory of a device that is pretended.
+  std::vector<process_usage> processes(device_id device) const override {
+    check(device);
+    const auto used = memory_->usage(memory_location::on(device));
+    return {{.pid = ::getpid(), .bytes = used.total_bytes - used.free_bytes, .this_process = true}};
+  }
+
   bool can_access(device_id from, device_id to) const override {
     check(from);
     check(to);
@@ -95,9 +116,7 @@ class host_driver_impl final : public host_driver {
 
   std::vector<numa_node> numa_nodes() const override {
     check_caller();
-    std::vector<numa_node> nodes;
-    for (const int node : options_.numa_nodes) nodes.push_back(numa_node{node});
-    return nodes;
+    return nodes();
   }
 
   std::size_t granularity(memory_location where) const override {
@@ -152,6 +171,23 @@ class host_driver_impl final : public host_driver {
     return memory_->import_fabric(shared, request);
   }
 
+  address allocate_pinned(std::size_t bytes) override {
+    check_caller();
+    return pinned_->allocate(bytes);
+  }
+  void free_pinned(address at) override {
+    check_caller();
+    pinned_->free(at);
+  }
+  void pin(address at, std::size_t bytes) override {
+    check_caller();
+    pinned_->pin(at, bytes);
+  }
+  void unpin(address at) override {
+    check_caller();
+    pinned_->unpin(at);
+  }
+
   native_stream create_stream(device_id device) override {
     check(device);
     return streams_->create_stream(device);
@@ -193,6 +229,31 @@ class host_driver_impl final : public host_driver {
     streams_->wait(stream, event);
   }
 
+  address allocate_async(device_id device, std::size_t bytes, native_stream stream) override {
+    check(device);
+    streams_->check_not_captured(stream, "cannot allocate in stream order");
+    return pool(device).allocate(bytes, stream);
+  }
+  void free_async(address at, native_stream stream) override {
+    check_caller();
+    const auto mark = [&] { return streams_->mark(stream, "cannot free in stream order"); };
+    for (const auto& each : pools_) {
+      if (each->free(at, stream, mark)) return;
+    }
+    throw invalid_argument(
+        fmt::format("cannot free {} in stream order: nothing was allocated there, or it was freed",
+                    format_address(at)),
+        "pass what allocate_async gave, once");
+  }
+  void trim_async(device_id device, std::size_t keep_bytes) override {
+    check(device);
+    pool(device).trim(keep_bytes);
+  }
+  async_memory async_usage(device_id device) const override {
+    check(device);
+    return pool(device).usage();
+  }
+
   void copy(address to, address from, std::size_t bytes, native_stream stream) override {
     check_caller();
     if (bytes == 0) return;
@@ -222,6 +283,14 @@ class host_driver_impl final : public host_driver {
     check_caller();
     return streams_->capture(stream);
   }
+  std::vector<graph_node> capture_frontier(native_stream stream) const override {
+    check_caller();
+    return streams_->capture_frontier(stream);
+  }
+  std::vector<graph_node> graph_dependencies(graph_node node) const override {
+    check_caller();
+    return streams_->graph_dependencies(node);
+  }
 
   void begin_capture(native_stream stream) override {
     check_caller();
@@ -249,11 +318,21 @@ class host_driver_impl final : public host_driver {
     check_caller();
     memory_->check_location(memory_location::on(device));
   }
+  std::vector<numa_node> nodes() const {
+    std::vector<numa_node> found;
+    for (const int node : options_.numa_nodes) found.push_back(numa_node{node});
+    return found;
+  }
+  async_pool& pool(device_id device) const {
+    return *pools_[static_cast<std::size_t>(device.value)];
+  }
 
   const host_driver_options options_;
   const fork_guard process_;
   std::shared_ptr<memory_table> memory_;  ///< shared with the copies that are under way
-  std::unique_ptr<stream_table> streams_;
+  std::unique_ptr<pinned_table> pinned_;
+  std::vector<std::unique_ptr<async_pool>> pools_;  ///< by device
+  std::unique_ptr<stream_table> streams_;           ///< goes first: its work may use all others
 };
 
 }  // namespace

@@ -152,23 +152,44 @@ allocation_handle memory_table::create(const allocation_request& request) {
     throw unsupported(doing + ": this host driver has no fabric handles",
                       "set host_driver_options::fabric (EVMM_HOST_FABRIC=1), or share by fd");
   }
-  if (request.bytes > payer.total - payer.held) {
-    const bool device = request.where.kind == tier::device;
-    throw out_of_memory(
-        fmt::format("cannot create {} on {}: {} of {} free, this process holds {}",
-                    format_bytes(request.bytes), to_string(request.where),
-                    format_bytes(payer.total - payer.held), format_bytes(payer.total),
-                    format_bytes(payer.held)),
-        device ? "release memory, use the host tier, or raise host_driver_options::device_bytes "
-                 "(EVMM_HOST_DEVICE_BYTES)"
-               : "release memory, or raise host_driver_options::host_bytes (EVMM_HOST_BYTES)");
-  }
+  check_room(payer, request.where, request.bytes, "cannot create");
   physical made{make_pages(request.bytes), request.bytes, request.where.kind, request.share};
   if (request.where.kind == tier::host) {
     bind_pages(made.pages.get(), request.bytes, numa_node{request.where.index});
   }
   made.paid = std::make_shared<charge>(payer, request.bytes);
   return add(std::move(made));
+}
+
+void memory_table::check_room(const account& payer, memory_location where, std::size_t bytes,
+                              std::string_view doing) {
+  if (bytes <= payer.total - payer.held) return;
+  throw out_of_memory(
+      fmt::format("{} {} on {}: {} of {} free, this process holds {}", doing, format_bytes(bytes),
+                  to_string(where), format_bytes(payer.total - payer.held),
+                  format_bytes(payer.total), format_bytes(payer.held)),
+      where.kind == tier::device
+          ? "release memory, use the host tier, or raise host_driver_options::device_bytes "
+            "(EVMM_HOST_DEVICE_BYTES)"
+          : "release memory, or raise host_driver_options::host_bytes (EVMM_HOST_BYTES)");
+}
+
+void memory_table::take(memory_location where, std::size_t bytes, std::string_view doing) {
+  const std::lock_guard lock(mutex_);
+  account& payer = account_of(where);
+  check_room(payer, where, bytes, doing);
+  payer.held += bytes;
+}
+
+void memory_table::give_back(memory_location where, std::size_t bytes) noexcept {
+  const std::lock_guard lock(mutex_);
+  accounts_.find(where)->second.held -= bytes;
+}
+
+bool memory_table::reserved(address at, std::size_t bytes) const {
+  const std::lock_guard lock(mutex_);
+  const auto past = ranges_.lower_bound(at + bytes);
+  return past != ranges_.begin() && std::prev(past)->first + std::prev(past)->second > at;
 }
 
 memory_table::physical& memory_table::find(allocation_handle handle) {

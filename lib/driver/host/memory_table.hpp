@@ -31,6 +31,13 @@ class memory_table {
   void check_location(memory_location where) const;
   memory_usage usage(memory_location where) const;
 
+  /// Counts bytes of memory made elsewhere as held there. Throws out_of_memory: "<doing> 2.0 MiB on
+  /// DEVICE 0: ...".
+  void take(memory_location where, std::size_t bytes, std::string_view doing);
+  void give_back(memory_location where, std::size_t bytes) noexcept;
+  /// Whether some of the range is reserved here.
+  bool reserved(address at, std::size_t bytes) const;
+
   address reserve(std::size_t bytes, std::size_t alignment, address hint);
   void free(address base, std::size_t bytes);
   allocation_handle create(const allocation_request& request);
@@ -79,6 +86,8 @@ class memory_table {
   };
   using mapped_table = std::map<address, mapped>;
 
+  static void check_room(const account& payer, memory_location where, std::size_t bytes,
+                         std::string_view doing);
   account& account_of(memory_location where);
   physical& find(allocation_handle handle);
   const physical& find(allocation_handle handle) const;

@@ -200,6 +200,17 @@ void protect(address at, std::size_t bytes, access_kind access) {
   }
 }
 
+address map_private(std::size_t bytes) {
+  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  void* const at = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+  if (at == MAP_FAILED) fail(fmt::format("mapping {}", format_bytes(bytes)), errno);
+  return reinterpret_cast<address>(at);
+}
+
+bool is_mapped(address at, std::size_t bytes) noexcept {
+  return ::msync(pointer(at), bytes, MS_ASYNC) == 0;  // does nothing but look, for such pages
+}
+
 void raise_descriptor_limit() noexcept {
   struct rlimit limit {};
   if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == limit.rlim_max) return;

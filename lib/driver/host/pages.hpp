@@ -40,6 +40,13 @@ void map_pages(address at, std::size_t bytes, int fd);
 void unmap_pages(address at, std::size_t bytes);
 void protect(address at, std::size_t bytes, access_kind access);
 
+// --- ordinary memory --------------------------------------------------------------------------
+
+/// Zeroed pages that only this process sees, made when they are touched; back by free_addresses.
+address map_private(std::size_t bytes);
+/// Whether all pages of the range, which starts on one, belong to the process.
+bool is_mapped(address at, std::size_t bytes) noexcept;
+
 /// Lets the process open as many descriptors as the system allows it: each handle here costs one,
 /// and the usual soft limit of 1,024 is far below what a driver's users create.
 void raise_descriptor_limit() noexcept;

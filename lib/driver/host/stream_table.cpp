@@ -229,4 +229,55 @@ capture_info stream_table::capture(native_stream stream) const {
   return {status, status == capture_status::active ? capturing->id() : 0};
 }
 
+namespace {
+
+// A node's name: the capture, and its place there. No capture's number is used twice.
+constexpr int k_place_bits = 32;
+
+std::vector<graph_node> names(const capture_session& capture,
+                              const capture_session::frontier& nodes) {
+  std::vector<graph_node> found;
+  found.reserve(nodes.size());
+  for (const auto node : nodes) found.push_back(graph_node{capture.id() << k_place_bits | node});
+  return found;
+}
+
+}  // namespace
+
+std::vector<graph_node> stream_table::capture_frontier(native_stream stream) const {
+  if (stream == nullptr) return {};
+  const std::lock_guard lock(mutex_);
+  const auto& capturing = const_cast<stream_table*>(this)->find(stream).capturing;
+  if (!capturing || capturing->status() != capture_status::active) return {};
+  return names(*capturing, capturing->of(stream));
+}
+
+std::vector<graph_node> stream_table::graph_dependencies(graph_node node) const {
+  const auto id = static_cast<std::uint64_t>(node) >> k_place_bits;
+  const auto place = static_cast<std::uint64_t>(node) & ((std::uint64_t{1} << k_place_bits) - 1);
+  const std::lock_guard lock(mutex_);
+  for (const auto& [name, state] : streams_) {
+    const auto& capturing = state.capturing;
+    if (!capturing || capturing->id() != id) continue;
+    if (capturing->status() != capture_status::active) break;
+    return names(*capturing, capturing->before(place));
+  }
+  throw invalid_argument(
+      fmt::format("node {:#x} is of no active capture", static_cast<std::uint64_t>(node)),
+      "ask while the capture of which capture_frontier told is under way");
+}
+
+void stream_table::check_not_captured(native_stream stream, std::string_view doing) const {
+  if (capture(stream).status == capture_status::none) return;
+  throw unsupported(fmt::format("{}: the stream is being captured", doing),
+                    "allocate before the capture begins");
+}
+
+std::shared_ptr<completion> stream_table::mark(native_stream stream, std::string_view doing) {
+  check_not_captured(stream, doing);
+  auto reached = std::make_shared<completion>();
+  enqueue(stream, [reached] { reached->set(); });
+  return reached;
+}
+
 }  // namespace evmm::host

@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string_view>
 #include <vector>
 
 namespace evmm::host {
@@ -39,6 +40,14 @@ class stream_table {
   void begin_capture(native_stream stream);
   std::shared_ptr<const host_graph> end_capture(native_stream stream);
   capture_info capture(native_stream stream) const;
+  std::vector<graph_node> capture_frontier(native_stream stream) const;
+  std::vector<graph_node> graph_dependencies(graph_node node) const;
+
+  /// A point behind the work enqueued so far. Throws unsupported, with `doing`, on a stream that is
+  /// being captured.
+  std::shared_ptr<completion> mark(native_stream stream, std::string_view doing);
+  /// Throws as mark() does, and marks nothing.
+  void check_not_captured(native_stream stream, std::string_view doing) const;
 
  private:
   using session = std::shared_ptr<capture_session>;
