@@ -27,6 +27,19 @@ TEXT
 
 # Areas whose program is a job of several ranks, run under mpirun.
 on_ranks=(symmetric heap windows ep)
+
+# The plots of an area, one a line: what the file's name ends in (- for nothing), then options of
+# plot_bench.py.
+plots_of() {
+  case $1 in
+    allocator)
+      echo '- --filter ^pair/ --title alloc+free'
+      echo '_own_streams --filter ^own_streams/ --argument threads --metric items_per_second --title pairs/s'
+      echo '_shared_stream --filter ^shared_stream/ --argument threads --metric items_per_second --title pairs/s'
+      ;;
+    *) echo '-' ;;
+  esac
+}
 wanted=()
 list=false
 plot=true
@@ -72,7 +85,7 @@ done
 # a mistyped one is known before anything is built.
 mapfile -t areas < <(grep -ohE '^ *[a-z_]*\(evmm_bench_[a-z0-9_]+' \
   "$evmm_root/tests/bench/CMakeLists.txt" 2>/dev/null |
-  sed 's/.*(evmm_bench_//' | grep -vx support | awk '!seen[$0]++')
+  sed 's/.*(evmm_bench_//' | grep -vxE 'support|torch' | awk '!seen[$0]++')
 if $list; then
   [ ${#areas[@]} -eq 0 ] || printf '%s\n' "${areas[@]}"
   exit 0
@@ -114,8 +127,32 @@ if $plot && [ -f "$evmm_root/scripts/plot_bench.py" ]; then
 fi
 
 failures=()
+
+# What belongs to an area beside its own program; adds to the array `results`.
+measure_more() { # AREA ARGUMENTS...
+  local area=$1 program=$evmm_root/build/release/bin/evmm_bench_torch
+  shift
+  # PyTorch's allocator, which reads its configuration when a process starts.
+  if [ "$area" != allocator ] || ! [ -x "$program" ] || ! gpu_present; then return 0; fi
+  local kind
+  for kind in native expandable; do
+    say "measuring $area: PyTorch, $kind"
+    local set_to=expandable_segments:False
+    if [ $kind = expandable ]; then set_to=expandable_segments:True; fi
+    if env -u PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF=$set_to "$program" \
+      --benchmark_color=false --benchmark_out="$out/${area}_torch_$kind.json" \
+      --benchmark_out_format=json "$@" </dev/null | tee "$out/${area}_torch_$kind.txt"; then
+      results+=("$out/${area}_torch_$kind.json")
+    else
+      warn "PyTorch's allocator ($kind) could not be measured; what it said is above"
+      failures+=("$area (PyTorch, $kind)")
+    fi
+  done
+}
+
 for area in "${wanted[@]}"; do
   json=$out/$area.json
+  results=("$json")
   launch=()
   if [[ " ${on_ranks[*]} " == *" $area "* ]]; then
     launch=(mpirun -np "$ranks" --oversubscribe --bind-to none)
@@ -129,13 +166,22 @@ for area in "${wanted[@]}"; do
     continue
   fi
   say "$area: table $out/$area.txt, numbers $json"
+  measure_more "$area" "$@"
   if $plots; then
-    if "$python" "$evmm_root/scripts/plot_bench.py" "$json" "$out/$area.svg"; then
-      say "$area: plot $out/$area.svg"
-    else
-      warn "no plot of $area: scripts/plot_bench.py failed"
-      failures+=("$area (plot)")
-    fi
+    while read -r -a drawn; do
+      picture=$out/$area${drawn[0]#-}.svg
+      status=0
+      "$python" "$evmm_root/scripts/plot_bench.py" "${results[@]}" "$picture" "${drawn[@]:1}" ||
+        status=$?
+      case $status in
+        0) say "$area: plot $picture" ;;
+        3) say "$area: no plot $picture, since no case that was run belongs in it" ;;
+        *)
+          warn "no plot $picture: scripts/plot_bench.py failed"
+          failures+=("$area (plot)")
+          ;;
+      esac
+    done < <(plots_of "$area")
   fi
 done
 [ ${#failures[@]} -eq 0 ] || die "failed: ${failures[*]}"

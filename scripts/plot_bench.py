@@ -3,8 +3,9 @@
 """Plots Google Benchmark results: one line a family, time (or another figure) against size.
 
 Reads what --benchmark_out writes. A family is a benchmark's name without its size, the argument
-called "bytes". Medians are plotted where there are repetitions, single runs otherwise; skipped
-cases are listed and left out.
+called "bytes", or the one that --argument names ("threads"). Medians are plotted where there are
+repetitions, single runs otherwise; skipped cases are listed and left out. The exit code is 3 when
+no case matches.
 """
 
 import argparse
@@ -14,12 +15,13 @@ import sys
 from collections import defaultdict
 from statistics import median
 
-SIZED = re.compile(r"^(?P<family>.*)/bytes:(?P<bytes>\d+)(?P<rest>.*)$")
+CLOCKS = re.compile(r"/(manual|real)_time\b")
 TO_SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
-def read(paths):
-    """Returns {family: {bytes: [run, ...]}}, the skipped cases and the machine's description."""
+def read(paths, argument):
+    """Returns {family: {argument: [run, ...]}}, the skipped cases and the machine's description."""
+    sized = re.compile(rf"^(?P<family>.*)/{argument}:(?P<at>\d+)(?P<rest>.*)$")
     runs, skipped, machine = defaultdict(lambda: defaultdict(list)), {}, ""
     for path in paths:
         with open(path, encoding="utf-8") as file:
@@ -27,14 +29,15 @@ def read(paths):
         context = results.get("context", {})
         machine = machine or ", ".join(context[key] for key in ("device", "driver") if key in context)
         for run in results["benchmarks"]:
-            matched = SIZED.match(run.get("run_name", run["name"]))
-            if run.get("run_type") == "aggregate" or not matched:
+            name = run.get("run_name", run["name"])
+            matched = sized.match(name)
+            if run.get("run_type") == "aggregate":
                 continue
             if run.get("error_occurred") or run.get("skipped"):
-                skipped[run["run_name"]] = run.get("error_message") or run.get("skip_message", "")
-                continue
-            rest = matched["rest"].replace("/manual_time", "").replace("/real_time", "")
-            runs[matched["family"] + rest][int(matched["bytes"])].append(run)
+                skipped[name] = run.get("error_message") or run.get("skip_message", "")
+            elif matched:
+                family = CLOCKS.sub("", matched["family"] + matched["rest"])
+                runs[family][int(matched["at"])].append(run)
     return runs, skipped, machine
 
 
@@ -94,19 +97,23 @@ def draw(options, runs, machine):
         axes.fill_between(at, lows, highs, color=color, alpha=0.15, linewidth=0)
         sizes.update(at)
     if not sizes:
-        sys.exit(f"plot_bench: no case matches and has '{options.metric}'")
+        print(f"plot_bench: no case matches and has '{options.metric}'", file=sys.stderr)
+        sys.exit(3)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted(sizes))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(size_name))
-    axes.tick_params(axis="x", rotation=30)
+    if options.argument == "bytes":
+        axes.xaxis.set_major_formatter(FuncFormatter(size_name))
+        axes.tick_params(axis="x", rotation=30)
+    else:
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: f"{at:g}"))
     if not options.linear:
         axes.set_yscale("log")
     unit = unit_of(options.metric)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: si(value, unit)))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylabel("time" if unit == "s" else options.metric)
-    axes.set_xlabel("size")
+    axes.set_xlabel("size" if options.argument == "bytes" else options.argument)
     axes.grid(True, alpha=0.3)
     axes.set_title("\n".join(text for text in (options.title, machine) if text), fontsize=10)
     axes.legend(fontsize=8)
@@ -120,6 +127,7 @@ def main():
     parser.add_argument("files", nargs="+", help="JSON files to read (.json), then plots to write (.png, .svg, .pdf)")
     parser.add_argument("-f", "--filter", default="", help="only families that match this regular expression")
     parser.add_argument("-m", "--metric", default="real_time", help="real_time, bytes_per_second, or a counter's name")
+    parser.add_argument("-a", "--argument", default="bytes", help="what the x axis is; default: bytes")
     parser.add_argument("-t", "--title", default="", help="first line of the title; the second is the machine")
     parser.add_argument("--linear", action="store_true", help="linear instead of logarithmic values")
     options = parser.parse_args()
@@ -128,13 +136,14 @@ def main():
     if not results or not options.output:
         parser.error("name at least one .json to read and one plot to write")
 
-    runs, skipped, machine = read(results)
+    runs, skipped, machine = read(results, options.argument)
+    wanted = re.compile(options.filter)
+    skipped = {name: reason for name, reason in skipped.items() if wanted.search(name)}
     for name, reason in skipped.items():
         print(f"skipped: {name}: {reason}", file=sys.stderr)
     if skipped and not runs:
         print("plot_bench: nothing to plot, every case was skipped", file=sys.stderr)
         return
-    wanted = re.compile(options.filter)
     draw(options, {family: at for family, at in runs.items() if wanted.search(family)}, machine)
 
 

@@ -6,7 +6,7 @@
 #include <string_view>
 #include <vector>
 
-namespace evmm {
+namespace [[gnu::visibility("default")]] evmm {
 
 /// A piece of the configuration string without its white space.
 struct option_word {

@@ -10,7 +10,7 @@
 #include <string>
 #include <string_view>
 
-namespace evmm {
+namespace [[gnu::visibility("default")]] evmm {
 
 /// One key of the configuration string.
 struct option_key {

@@ -11,7 +11,7 @@
 #include <string_view>
 #include <vector>
 
-namespace evmm {
+namespace [[gnu::visibility("default")]] evmm {
 
 /// One value of the configuration string, with what an error needs to say about it. Its readers
 /// throw invalid_argument naming key, position, value and what is allowed.

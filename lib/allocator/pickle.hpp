@@ -9,7 +9,7 @@
 #include <unordered_map>
 #include <vector>
 
-namespace evmm {
+namespace [[gnu::visibility("default")]] evmm {
 
 /// The bytes behind pickle's opcodes: those that plain data needs, and that the memory viewer's
 /// reader knows.

@@ -11,7 +11,7 @@
 #include <variant>
 #include <vector>
 
-namespace evmm {
+namespace [[gnu::visibility("default")]] evmm {
 
 /// Boundaries and values of a list in the configuration's grammar, `[1:0,2:4]`.
 using setting_list = std::vector<std::pair<std::string_view, std::int64_t>>;

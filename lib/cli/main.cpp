@@ -2,25 +2,73 @@
 #include "lib/cli/doctor.hpp"
 #include "lib/cli/info.hpp"
 #include "lib/cli/machine.hpp"
+#include "lib/cli/replay.hpp"
 
+#include <evmm/error.hpp>
 #include <evmm/version.hpp>
 
 #include <CLI/CLI.hpp>
 
 #include <cstdio>
 #include <exception>
+#include <fstream>
 #include <string>
 
 namespace {
 
 template <class Report>
-int print(const Report& report, bool json) {
+void show(const Report& report, bool json) {
   using evmm::cli::to_json;
   using evmm::cli::to_text;
   const std::string text = json ? to_json(report).dump(2) + "\n" : to_text(report);
   std::fputs(text.c_str(), stdout);
+}
+
+template <class Report>
+int print(const Report& report, bool json) {
+  show(report, json);
   return exit_code(report);
 }
+
+void write(const std::string& path, const std::string& text) {
+  std::ofstream file(path, std::ios::binary);
+  file << text;
+  file.close();
+  if (!file) throw evmm::invalid_argument(path + ": cannot be written", "check --plot");
+}
+
+/// The options of `evmm replay`.
+struct replay_command {
+  evmm::cli::replay_options options;
+  std::string backend;
+  std::string plot;
+
+  void add_to(CLI::App& command) {
+    command.add_option("TRACE", options.traces, "recorded traces or pickled snapshots, also .gz")
+        ->required();
+    command.add_option("--driver", options.driver, "host or cuda; default: EVMM_DRIVER, the GPU")
+        ->check(CLI::IsMember({"host", "cuda"}));
+    command.add_option("--config", options.config,
+                       "key:value,... on top of EVMM_ALLOC_CONF or PYTORCH_ALLOC_CONF");
+    command.add_option("--backend", backend, "short for backend:NAME in --config")
+        ->check(CLI::IsMember({"native", "cudaMallocAsync", "none"}));
+    command.add_option("--passes", options.passes, "over each trace; the first finds no memory")
+        ->check(CLI::Range(1, 1000000))
+        ->capture_default_str();
+    command.add_option("--plot", plot, "write allocated, active and reserved over time, as SVG");
+  }
+
+  int run(bool json) {
+    if (!backend.empty()) {
+      options.config += (options.config.empty() ? "backend:" : ",backend:") + backend;
+    }
+    options.curves = !plot.empty();
+    const auto report = evmm::cli::replay(options);
+    if (!plot.empty()) write(plot, evmm::cli::draw(report.curves));
+    show(report, json);
+    return 0;
+  }
+};
 
 }  // namespace
 
@@ -35,7 +83,11 @@ int main(int count, char** words) {
   CLI::App* const doctor = app.add_subcommand(
       "doctor",
       "what would stop or slow a job here, and the remedy; 1 when something would stop it");
-  for (CLI::App* command : {info, doctor}) command->add_flag("--json", json, "print JSON");
+  CLI::App* const replay = app.add_subcommand(
+      "replay", "recorded allocations through the caching allocator: time, memory, driver calls");
+  replay_command replaying;
+  replaying.add_to(*replay);
+  for (CLI::App* command : {info, doctor, replay}) command->add_flag("--json", json, "print JSON");
   try {
     app.parse(count, words);
   } catch (const CLI::ParseError& failure) {
@@ -43,6 +95,7 @@ int main(int count, char** words) {
   }
 
   try {
+    if (replay->parsed()) return replaying.run(json);
     auto here = evmm::cli::look_at_machine();
     return info->parsed() ? print(evmm::cli::collect_info(here), json)
                           : print(evmm::cli::run_doctor(here), json);

@@ -244,9 +244,12 @@ class caching_allocator {
 
   device_id device() const noexcept;
   driver& on() const noexcept;
+  /// Throws std::logic_error when the books contradict themselves; for tests. Takes every lock.
+  void check_invariants() const;
+
+  struct state;  ///< internal
 
  private:
-  struct state;
   std::unique_ptr<state> state_;
 };
 

@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "lib/allocator/arena.hpp"
+#include "lib/allocator/event_pool.hpp"
+#include "lib/allocator/history.hpp"
+#include "lib/allocator/ledger.hpp"
+#include "lib/allocator/live_options.hpp"
+#include "lib/allocator/memory_supply.hpp"
+#include "lib/allocator/other_backend.hpp"
+#include "lib/allocator/page_map.hpp"
+#include "lib/allocator/pool_record.hpp"
+#include "lib/allocator/size_rules.hpp"
+#include "lib/support/fork_guard.hpp"
+
+#include <evmm/allocator/caching_allocator.hpp>
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+namespace [[gnu::visibility("default")]] evmm {
+
+/// The allocator behind its public face.
+///
+/// Locks, in order: `slow`, then arenas (several only under `slow`), then leaves (the ledger's is
+/// taken with no arena locked). The hot path takes one arena's lock and nothing else.
+struct caching_allocator::state {
+  state(std::shared_ptr<driver> driver, device_id device, const allocator_options& options);
+  ~state();
+
+  // --- the hot path (caching_allocator.cpp) ---------------------------------------------------
+
+  arena& arena_for(native_stream stream, size_class kind) {
+    const thread_entry& seen = thread_entry::of(stream);
+    if (seen.allocator == id && seen.stream == stream &&
+        seen.epoch == routing.load(std::memory_order_relaxed)) {
+      return *seen.arenas[static_cast<std::size_t>(kind)];
+    }
+    return find_arena(stream, kind);
+  }
+  arena& find_arena(native_stream stream, size_class kind);
+  /// What allocate() does when no recent block has the size; `from` is locked.
+  void* allocate_slowly(arena& from, std::size_t size, std::size_t bytes);
+  /// What free() does with a block that other streams used; its arena is locked.
+  void defer(arena& owner, block& freed, std::unique_lock<spin_lock>& held);
+  /// Frees with no lock held; throws for what is not a live allocation.
+  void free(address at);
+  /// Counts a block that was just taken from `from`, locked through `held`, and lets go.
+  void* hand_out(arena& from, block& taken, std::size_t bytes, std::unique_lock<spin_lock>& held);
+  void note(trace_action action, const arena& where, const block& what) noexcept;
+  /// The block that lives at `at`, its arena locked by `held`; null when there is none.
+  block* live_block(address at, std::unique_lock<spin_lock>& held) const;
+  /// Deferred frees of `from`, which is locked, that are over by now.
+  void poll(arena& from);
+  void complete(arena& owner, block& freed) noexcept;
+
+  // --- requests that need memory (request.cpp) ------------------------------------------------
+
+  struct taken {
+    arena* from;
+    block* what;
+  };
+  /// Memory for a request that no free block serves; the arena it comes from is locked by `held`.
+  taken request(arena& from, std::size_t size, std::size_t bytes,
+                std::unique_lock<spin_lock>& held);
+  block* extend(arena& from, std::size_t size, const supply_terms& terms,
+                std::unique_lock<spin_lock>& held);
+  bool expandable(const arena& from) const;
+  bool ask_for_frees(std::unique_lock<std::recursive_mutex>& lock);
+  void collect_garbage();
+  taken take_from_pools(arena& from, std::size_t size, std::unique_lock<spin_lock>& held);
+  /// Gives back up to `wanted` bytes of what nobody uses, idle streams first.
+  std::size_t give_back(std::size_t wanted, const pool_record* only = nullptr);
+  std::unique_lock<spin_lock> lock_quiet(arena& one);
+  bool wait_for_event(arena& of);
+  [[noreturn]] void fail(const arena& from, std::size_t size, std::size_t bytes, bool rejected,
+                         std::unique_lock<std::recursive_mutex>& lock);
+  std::size_t reservation_for(native_stream stream) const;
+  std::size_t limit() const;
+  bool capturing(native_stream stream) const {
+    return on->capture(stream).status != capture_status::none;
+  }
+
+  // --- pools (pools.cpp) ----------------------------------------------------------------------
+
+  pool_record& pool(pool_id id) const;
+  void route_changed() noexcept { routing.fetch_add(1, std::memory_order_relaxed); }
+  void drop_if_unused(pool_record& gone);
+
+  /// What a thread found last for a stream.
+  struct thread_entry {
+    std::uint64_t allocator;
+    native_stream stream;
+    std::uint64_t epoch;
+    arena* arenas[2];
+    static thread_entry& of(native_stream stream) noexcept;
+  };
+  struct route {
+    pool_id to;
+    std::function<bool(native_stream)> filter;
+  };
+
+  const std::uint64_t id;
+  const std::shared_ptr<driver> on;
+  const device_id device;
+  const std::size_t total_bytes;
+  live_options options;
+  size_rules rules{options};
+  fork_guard process;
+  std::atomic<std::uint64_t> clock = 1;
+  std::atomic<std::uint64_t> routing = 1;  ///< changes whenever an arena may be another
+  page_map pages;
+  event_pool events;
+  history happened;
+  ledger books;
+  std::unique_ptr<other_backend> other;
+
+  mutable std::recursive_mutex slow;  ///< observers may ask for statistics from under it
+  memory_supply supply;
+  std::map<pool_id, std::unique_ptr<pool_record>> pools;
+  std::uint64_t next_pool = 1;
+  int captures = 0;  ///< of all pools
+
+  mutable std::shared_mutex arenas_guard;  ///< a leaf: the table below and the routes
+  std::map<std::tuple<pool_id, native_stream, size_class>, std::unique_ptr<arena>> arenas;
+  std::vector<arena*> all_arenas;
+  std::vector<route> routes;
+  /// Of pools that are gone: a thread may still look at one before it finds that out.
+  std::vector<std::unique_ptr<arena>> retired_arenas;
+  std::vector<std::unique_ptr<pool_record>> pools_gone;
+  std::map<native_stream, std::string> stream_classes;
+
+  // Scalars of the statistics; under `slow`, oversize under its own lock.
+  std::int64_t retries = 0, ooms = 0, rejections = 0, full_waits = 0;
+  std::mutex oversize_guard;
+  statistic oversize_allocations;
+
+  std::mutex observers_guard;
+  std::vector<std::weak_ptr<std::function<void(const oom_report&)>>> oom_observers;
+  std::vector<std::weak_ptr<std::function<bool()>>> shortage_callbacks;
+
+  struct shared_mapping;
+  std::mutex imports_guard;
+  std::map<std::string, std::weak_ptr<void>> imports;
+};
+
+}  // namespace evmm

@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "lib/allocator/block.hpp"
+#include "lib/allocator/block_table.hpp"
+#include "lib/allocator/deferred_frees.hpp"
+#include "lib/allocator/free_index.hpp"
+#include "lib/allocator/ledger.hpp"
+#include "lib/allocator/size_rules.hpp"
+#include "lib/allocator/spin_lock.hpp"
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace [[gnu::visibility("default")]] evmm {
+
+class expandable_range;
+class fixed_memory;
+struct pool_record;
+
+/// A run of addresses that an arena cuts into blocks.
+struct segment_record {
+  address base = 0;
+  std::size_t bytes = 0;
+  arena* owner = nullptr;
+  block* first = nullptr;
+  expandable_range* range = nullptr;  ///< one of the two is set
+  fixed_memory* memory = nullptr;
+  bool expandable() const noexcept { return range != nullptr; }
+};
+
+/// The blocks of one pool, stream and size class: splitting, merging, best fit.
+///
+/// A freed block first becomes `recent`: found again by its exact size, without touching its
+/// neighbours or any index. Recent blocks are merged when a request finds none of its size, so a
+/// program that repeats itself pays for splitting and merging once.
+///
+/// Threads: everything is under lock(), except what is const from construction on.
+class arena {
+ public:
+  /// `clock` ticks with the allocator's slow requests and dates free blocks.
+  arena(pool_record& pool, native_stream stream, size_class kind, const size_rules& rules,
+        const std::atomic<std::uint64_t>& clock);
+  arena(const arena&) = delete;
+  arena& operator=(const arena&) = delete;
+
+  pool_record& pool() const noexcept { return pool_; }
+  native_stream stream() const noexcept { return stream_; }
+  size_class kind() const noexcept { return kind_; }
+  spin_lock& guard() const noexcept { return guard_; }
+
+  // --- requests (under guard()) ---------------------------------------------------------------
+
+  /// A live block of `bytes` that was freed a moment ago; null when there is none.
+  block* take_recent(std::size_t bytes) noexcept {
+    recent_list& list = recent_[slot_of(bytes)];
+    if (list.bytes != bytes || list.head == nullptr) return nullptr;
+    block* const found = list.head;
+    list.head = found->left;
+    --recent_count_;
+    found->use = block_use::allocated;
+    return found;
+  }
+  /// Best fit among the free blocks, split as the rules say; null when none serves. `whole` takes
+  /// the block unsplit. Strong guarantee.
+  block* take_free(std::size_t bytes, bool whole);
+  /// Exactly [at, at + bytes), out of a free block; null when it is not free.
+  block* take_at(address at, std::size_t bytes);
+  /// A live or pending block is over: it becomes recent.
+  void put(block* freed) noexcept {
+    recent_list& list = recent_[slot_of(freed->bytes)];
+    if (list.bytes != freed->bytes) {
+      if (list.head != nullptr) merge(list);
+      list.bytes = freed->bytes;
+    }
+    freed->use = block_use::recent;
+    freed->requested = 0;
+    freed->freed_at = clock_.load(std::memory_order_relaxed);
+    freed->left = list.head;
+    list.head = freed;
+    ++recent_count_;
+  }
+  /// Merges every recent block with its free neighbours.
+  void merge_recent() noexcept;
+  block* find(address at) const noexcept { return table_.find(at); }
+
+  // --- memory (under guard()) -----------------------------------------------------------------
+
+  /// Room for the records of `more` blocks, so that what follows cannot fail.
+  void reserve(std::size_t more);
+  /// A new segment is one free block, or one hole. Needs reserve(1).
+  void add(segment_record& segment, block_use as) noexcept;
+  /// Whether the segment is one free block.
+  bool unused(const segment_record& segment) const noexcept {
+    return segment.first->use == block_use::free && segment.first->after == nullptr;
+  }
+  /// Takes out a segment that is one free block or one hole.
+  void remove(segment_record& segment) noexcept;
+  /// Memory has come behind [at, at + bytes), which lies in a hole. Needs reserve(2).
+  void back(block* hole, address at, std::size_t bytes) noexcept;
+  /// The memory of [at, at + bytes), which lies in a free block, is gone. Needs reserve(2).
+  /// Returns the hole.
+  block* strip(block* free, address at, std::size_t bytes) noexcept;
+
+  const free_index& free_blocks() const noexcept { return free_; }
+  block* holes() const noexcept { return holes_; }
+  std::size_t recent_count() const noexcept { return recent_count_; }
+
+  ledger_account& account() noexcept { return account_; }
+  const ledger_account& account() const noexcept { return account_; }
+
+  std::vector<segment_record*> segments;     ///< under the allocator's lock as well
+  std::unique_ptr<deferred_frees> deferred;  ///< under guard(); null until one is
+
+ private:
+  struct recent_list {
+    std::size_t bytes = 0;
+    block* head = nullptr;
+  };
+  static constexpr int recent_bits = 6;
+  static std::size_t slot_of(std::size_t bytes) noexcept {
+    return static_cast<std::size_t>(((bytes >> 9) * 0x9e3779b97f4a7c15u) >> (64 - recent_bits));
+  }
+
+  block* new_record() noexcept;
+  void drop_record(block* gone) noexcept;
+  /// Cuts `bytes` off the front of a block that is in no index; returns the rest, in none either.
+  block* cut(block* whole, std::size_t bytes) noexcept;
+  /// Takes `next` into `first`; both in no index.
+  void join(block* first, block* next) noexcept;
+  void merge(recent_list& list) noexcept;
+  /// The block joins its free neighbours and the index.
+  void insert_free(block* freed) noexcept;
+  void insert_hole(block* empty) noexcept;
+  void erase_hole(block* filled) noexcept;
+
+  mutable spin_lock guard_;
+  std::size_t recent_count_ = 0;
+  std::array<recent_list, std::size_t{1} << recent_bits> recent_{};
+  ledger_account account_;
+  block_table table_;
+  free_index free_;
+  block* holes_ = nullptr;
+  block* spare_ = nullptr;  ///< records without a block, by `left`
+  std::size_t spare_count_ = 0;
+  std::vector<std::unique_ptr<block>> records_;
+
+  pool_record& pool_;
+  native_stream stream_;
+  size_class kind_;
+  const size_rules& rules_;
+  const std::atomic<std::uint64_t>& clock_;
+};
+
+}  // namespace evmm

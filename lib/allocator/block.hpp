@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "lib/allocator/size_rules.hpp"
+
+#include <evmm/types.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace [[gnu::visibility("default")]] evmm {
+
+class arena;
+struct segment_record;
+struct call_stack;
+
+enum class block_use : std::uint8_t {
+  none,       ///< not a block now: the record waits to be used again
+  allocated,  ///< live
+  pending,    ///< freed, but other streams may still use it
+  recent,     ///< freed, not merged with its neighbours yet; reusable at its exact size
+  free,       ///< free, with memory behind all of it; never beside another free block
+  hole,       ///< free addresses that need memory before use; never beside another hole
+};
+
+/// A run of addresses of one segment: live, free, or without memory. The blocks of a segment cover
+/// it without gaps.
+///
+/// Records are reused and never given back while their arena lives, so that a stale pointer to
+/// one can be read, and found out, under the arena's lock.
+struct block {
+  address at = 0;
+  std::size_t bytes = 0;
+  std::size_t requested = 0;  ///< what the caller asked for; 0 unless allocated or pending
+  arena* const owner;
+  segment_record* in = nullptr;
+  block* before = nullptr;  ///< neighbours in the segment
+  block* after = nullptr;
+  block* left = nullptr;  ///< in the tree of free blocks; the list of recent blocks and of holes
+  block* right = nullptr;
+  block_use use = block_use::none;
+  std::uint32_t pending_events = 0;
+  std::uint64_t freed_at = 0;  ///< the allocator's clock when it was last freed
+  std::unique_ptr<std::vector<native_stream>> other_streams;  ///< told by record_stream
+  std::shared_ptr<const call_stack> stack;  ///< of its allocation, when that is recorded
+
+  explicit block(arena* its) : owner(its) {}
+};
+
+}  // namespace evmm

@@ -1,0 +1,398 @@
+// SPDX-License-Identifier: Apache-2.0
+// The hot path: what is served from cached blocks.
+#include "lib/allocator/allocator_state.hpp"
+#include "lib/support/format.hpp"
+#include "lib/support/log.hpp"
+
+#include <evmm/error.hpp>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include <pthread.h>
+
+namespace evmm {
+
+namespace {
+
+constexpr std::size_t most_bytes = std::size_t{1} << 60;
+
+std::uint64_t next_id() {
+  static std::atomic<std::uint64_t> last = 0;
+  return ++last;
+}
+
+address as_address(const void* at) noexcept {
+  return reinterpret_cast<address>(at);
+}
+
+}  // namespace
+
+// Direct-mapped by stream. A forked child forgets it, so that its first request is refused.
+caching_allocator::state::thread_entry& caching_allocator::state::thread_entry::of(
+    native_stream stream) noexcept {
+  constexpr int bits = 3;
+  [[gnu::tls_model("initial-exec")]] static thread_local thread_entry mine[1 << bits] = {};
+  [[maybe_unused]] static const int watched = pthread_atfork(nullptr, nullptr, [] {
+    for (thread_entry& entry : mine) entry.allocator = 0;
+  });
+  return mine[(reinterpret_cast<std::uintptr_t>(stream) * 0x9e3779b97f4a7c15u) >> (64 - bits)];
+}
+
+caching_allocator::state::state(std::shared_ptr<driver> driver, device_id its,
+                                const allocator_options& wanted)
+    : id(next_id()),
+      on(std::move(driver)),
+      device(its),
+      total_bytes(on->usage(memory_location::on(its)).total_bytes),
+      options((check(wanted), wanted)),
+      events(on, its),
+      happened(its),
+      other(make_other_backend(on, its, wanted)),
+      supply(
+          on, its, options, pages,
+          [this](trace_action action, const arena& where, address at, std::size_t bytes) {
+            if (!happened.wanted()) return;
+            happened.record({.action = action,
+                             .at = at,
+                             .bytes = bytes,
+                             .stream = where.stream(),
+                             .pool = where.pool().id,
+                             .stack = happened.wants_stack(action) ? call_stack::here() : nullptr});
+          }) {
+  auto first = std::make_unique<pool_record>();
+  first->expandable = wanted.expandable_segments;
+  pools.emplace(pool_id{}, std::move(first));
+}
+
+caching_allocator::state::~state() {
+  std::size_t live = 0;
+  for (arena* one : all_arenas) {
+    live += static_cast<std::size_t>(one->account().allocated_count());
+    log_failure("waiting for a stream before its memory goes", [&] {
+      if (!capturing(one->stream())) on->synchronize(one->stream());
+    });
+  }
+  if (live > 0) {
+    log().warn(
+        "an allocator of DEVICE {} is destroyed with {} live allocations; their memory goes too",
+        device.value, live);
+  }
+  for (arena* one : all_arenas) one->deferred.reset();
+  for (arena* one : all_arenas) supply.drop(*one);
+}
+
+// --- arenas ------------------------------------------------------------------------------------
+
+arena& caching_allocator::state::find_arena(native_stream stream, size_class kind) {
+  process.check();
+  pool_id to{};
+  bool routed = false;
+  {
+    const std::shared_lock lock(arenas_guard);
+    for (auto at = routes.rbegin(); at != routes.rend(); ++at) {
+      if (at->filter(stream)) {
+        to = at->to;
+        break;
+      }
+    }
+    routed = !routes.empty();
+  }
+  arena* found[2] = {nullptr, nullptr};
+  const auto look_up = [&] {
+    for (const size_class one : {size_class::small, size_class::large}) {
+      const auto at = arenas.find({to, stream, one});
+      found[static_cast<std::size_t>(one)] = at == arenas.end() ? nullptr : at->second.get();
+    }
+    return found[0] != nullptr && found[1] != nullptr;
+  };
+  const std::uint64_t epoch = routing.load(std::memory_order_acquire);
+  bool have = false;
+  {
+    const std::shared_lock lock(arenas_guard);
+    have = look_up();
+  }
+  if (!have) {
+    const std::lock_guard slowly(slow);
+    pool_record& owner = pool(to);
+    owner.arenas.reserve(owner.arenas.size() + 2);
+    const std::unique_lock lock(arenas_guard);
+    if (!look_up()) {
+      all_arenas.reserve(all_arenas.size() + 2);
+      for (const size_class one : {size_class::small, size_class::large}) {
+        auto& place = arenas[{to, stream, one}];
+        if (place != nullptr) continue;
+        place = std::make_unique<arena>(owner, stream, one, rules, clock);
+        books.add(place->account());
+        all_arenas.push_back(place.get());
+        owner.arenas.push_back(place.get());
+      }
+      look_up();
+    }
+  }
+  // While allocations are routed, each asks the filters: they may answer by thread or by time.
+  if (!routed) {
+    thread_entry::of(stream) = {
+        .allocator = id, .stream = stream, .epoch = epoch, .arenas = {found[0], found[1]}};
+  }
+  return *found[static_cast<std::size_t>(kind)];
+}
+
+// --- allocate ----------------------------------------------------------------------------------
+
+void caching_allocator::state::note(trace_action action, const arena& where,
+                                    const block& what) noexcept {
+  happened.record({.action = action,
+                   .at = what.at,
+                   .bytes = what.bytes,
+                   .stream = where.stream(),
+                   .pool = where.pool().id,
+                   .stack = happened.wants_stack(action) ? call_stack::here() : nullptr});
+}
+
+void* caching_allocator::state::hand_out(arena& from, block& taken, std::size_t bytes,
+                                         std::unique_lock<spin_lock>& held) {
+  taken.requested = bytes;
+  const bool at_peak = from.account().allocate(taken.bytes, bytes);
+  if (happened.wanted()) {
+    taken.stack = happened.wants_stack(trace_action::alloc) ? call_stack::here() : nullptr;
+    note(trace_action::alloc, from, taken);
+  }
+  const address at = taken.at;
+  const std::size_t size = taken.bytes;
+  held.unlock();
+  if (at_peak) books.settle(from.account());
+  if (rules.oversize(size)) {
+    const std::lock_guard lock(oversize_guard);
+    oversize_allocations.add(1);
+  }
+  return reinterpret_cast<void*>(at);
+}
+
+void* caching_allocator::state::allocate_slowly(arena& from, std::size_t size, std::size_t bytes) {
+  std::unique_lock held(from.guard(), std::adopt_lock);
+  if (from.deferred) poll(from);
+  if (block* const found = from.take_free(size, from.pool().options.no_split)) {
+    return hand_out(from, *found, bytes, held);
+  }
+  held.unlock();
+  const taken served = request(from, size, bytes, held);
+  return hand_out(*served.from, *served.what, bytes, held);
+}
+
+void* caching_allocator::allocate(std::size_t bytes, native_stream stream) {
+  state& s = *state_;
+  if (bytes - 1 >= most_bytes - 1) [[unlikely]] {
+    if (bytes == 0) return nullptr;
+    throw invalid_argument(fmt::format("cannot allocate {} bytes: the limit is 1 EiB", bytes));
+  }
+  if (s.other) [[unlikely]]
+    return s.other->allocate(bytes, stream);
+  const std::size_t size = s.rules.round(bytes);
+  arena& from = s.arena_for(stream, s.rules.class_of(size));
+  from.guard().lock();
+  block* const found = from.take_recent(size);
+  if (found == nullptr || s.happened.wanted() || s.rules.oversize(size)) [[unlikely]] {
+    if (found == nullptr) return s.allocate_slowly(from, size, bytes);
+    std::unique_lock held(from.guard(), std::adopt_lock);
+    return s.hand_out(from, *found, bytes, held);
+  }
+  found->requested = bytes;
+  const bool at_peak = from.account().allocate(size, bytes);
+  const address at = found->at;
+  from.guard().unlock();
+  if (at_peak) [[unlikely]]
+    s.books.settle(from.account());
+  return reinterpret_cast<void*>(at);
+}
+
+void* caching_allocator::allocate_at(void* where, std::size_t bytes, native_stream stream) {
+  state& s = *state_;
+  if (bytes == 0 || where == nullptr || s.other) return nullptr;
+  if (bytes >= most_bytes) {
+    throw invalid_argument(fmt::format("cannot allocate {} bytes: the limit is 1 EiB", bytes));
+  }
+  const address at = as_address(where);
+  const std::size_t size = s.rules.round(bytes);
+  if (at % 512 != 0) return nullptr;
+  arena& from = s.arena_for(stream, s.rules.class_of(size));
+  std::unique_lock held(from.guard());
+  block* const found = from.take_at(at, size);
+  return found == nullptr ? nullptr : s.hand_out(from, *found, bytes, held);
+}
+
+// --- free --------------------------------------------------------------------------------------
+
+block* caching_allocator::state::live_block(address at, std::unique_lock<spin_lock>& held) const {
+  const segment_record* const segment = pages.find(at);
+  if (segment == nullptr) return nullptr;
+  const arena& owner = *segment->owner;
+  held = std::unique_lock(owner.guard());
+  block* const found = owner.find(at);
+  if (found != nullptr && found->use == block_use::allocated) return found;
+  held.unlock();
+  return nullptr;
+}
+
+void caching_allocator::state::complete(arena& owner, block& freed) noexcept {
+  freed.other_streams.reset();
+  owner.account().complete(freed.bytes);
+  if (happened.wanted()) note(trace_action::free_completed, owner, freed);
+  freed.stack.reset();
+  owner.put(&freed);
+}
+
+void caching_allocator::state::poll(arena& from) {
+  if (!from.deferred || from.deferred->empty()) return;
+  from.deferred->poll(*on, [&](block* freed) { complete(from, *freed); });
+}
+
+void caching_allocator::state::defer(arena& owner, block& freed,
+                                     std::unique_lock<spin_lock>& held) {
+  const allocator_options& now = options.now();
+  if (!owner.deferred) owner.deferred = std::make_unique<deferred_frees>();
+  const auto in_capture = [&] {
+    if (capturing(owner.stream())) return true;
+    return std::any_of(freed.other_streams->begin(), freed.other_streams->end(),
+                       [&](native_stream stream) { return capturing(stream); });
+  };
+  if (in_capture()) {
+    std::vector<graph_node> last;
+    if (now.graph_capture_record_stream_reuse) {
+      last = on->capture_frontier(owner.stream());
+      for (native_stream stream : *freed.other_streams) {
+        const auto more = on->capture_frontier(stream);
+        if (more.empty()) last.clear();  // not in the capture: nothing proves when it is over
+        if (last.empty()) break;
+        last.insert(last.end(), more.begin(), more.end());
+      }
+    }
+    owner.deferred->add_captured(&freed, std::move(last));
+  } else if (now.reuse == cross_stream_reuse::by_wait) {
+    for (native_stream stream : *freed.other_streams) {
+      const auto used = events.record(stream);
+      on->wait(owner.stream(), used.get());
+    }
+    owner.account().free(freed.bytes, freed.requested);
+    freed.other_streams.reset();
+    if (happened.wanted()) note(trace_action::free_completed, owner, freed);
+    freed.stack.reset();
+    owner.put(&freed);
+    return;
+  } else {
+    owner.deferred->add(&freed, events);
+  }
+  owner.account().defer(freed.bytes, freed.requested);
+  freed.use = block_use::pending;
+  held.unlock();
+}
+
+void caching_allocator::state::free(address at) {
+  std::unique_lock<spin_lock> held;
+  block* const freed = live_block(at, held);
+  if (freed == nullptr) {
+    throw invalid_argument(
+        fmt::format("cannot free {}: it is no live allocation of this allocator (DEVICE {})",
+                    format_address(at), device.value),
+        "free each pointer that allocate() returned once, with the allocator that made it");
+  }
+  arena& owner = *freed->owner;
+  if (happened.wanted()) note(trace_action::free_requested, owner, *freed);
+  if (rules.oversize(freed->bytes)) {
+    const std::lock_guard lock(oversize_guard);
+    oversize_allocations.add(-1);
+  }
+  if (freed->other_streams) {
+    defer(owner, *freed, held);
+    return;
+  }
+  owner.account().free(freed->bytes, freed->requested);
+  if (happened.wanted()) note(trace_action::free_completed, owner, *freed);
+  freed->stack.reset();
+  owner.put(freed);
+}
+
+void caching_allocator::free(void* pointer) {
+  state& s = *state_;
+  if (pointer == nullptr) return;
+  if (s.other) [[unlikely]]
+    return s.other->free(pointer);
+  const address at = as_address(pointer);
+  segment_record* const segment = s.pages.find(at);
+  if (segment == nullptr || s.happened.wanted()) [[unlikely]]
+    return s.free(at);
+  arena& owner = *segment->owner;
+  owner.guard().lock();
+  block* const freed = owner.find(at);
+  if (freed == nullptr || freed->use != block_use::allocated || freed->other_streams ||
+      s.rules.oversize(freed->bytes)) [[unlikely]] {
+    owner.guard().unlock();
+    return s.free(at);
+  }
+  owner.account().free(freed->bytes, freed->requested);
+  owner.put(freed);
+  owner.guard().unlock();
+}
+
+void caching_allocator::record_stream(void* at, native_stream stream) {
+  state& s = *state_;
+  if (at == nullptr) return;
+  if (s.other) return s.other->record_stream(at, stream);
+  std::unique_lock<spin_lock> held;
+  block* const used = s.live_block(as_address(at), held);
+  if (used == nullptr || used->owner->stream() == stream) return;
+  if (!used->other_streams) used->other_streams = std::make_unique<std::vector<native_stream>>();
+  auto& streams = *used->other_streams;
+  if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {
+    streams.push_back(stream);
+  }
+}
+
+bool caching_allocator::owns(const void* at) const noexcept {
+  if (state_->other) return state_->other->owns(at);
+  std::unique_lock<spin_lock> held;
+  return state_->live_block(as_address(at), held) != nullptr;
+}
+
+allocation_place caching_allocator::base_allocation(const void* at) const {
+  if (state_->other) return state_->other->place(at);
+  std::unique_lock<spin_lock> held;
+  const block* const live = state_->live_block(as_address(at), held);
+  if (live == nullptr) {
+    throw invalid_argument(fmt::format("{} is no live allocation of this allocator (DEVICE {})",
+                                       format_address(as_address(at)), state_->device.value));
+  }
+  const auto backed = [](const block* b) { return b != nullptr && b->use != block_use::hole; };
+  const block* first = live;
+  while (backed(first->before)) first = first->before;
+  const block* last = live;
+  while (backed(last->after)) last = last->after;
+  return {.base = reinterpret_cast<void*>(first->at),
+          .bytes = last->at + last->bytes - first->at,
+          .offset = live->at - first->at,
+          .block_bytes = live->bytes};
+}
+
+void caching_allocator::copy(void* to, const void* from, std::size_t bytes, native_stream stream) {
+  if (bytes == 0) return;
+  state_->on->copy(as_address(to), as_address(from), bytes, stream);
+}
+
+// --- construction ------------------------------------------------------------------------------
+
+caching_allocator::caching_allocator(std::shared_ptr<driver> on, device_id device,
+                                     const allocator_options& options)
+    : state_(std::make_unique<state>(std::move(on), device, options)) {}
+caching_allocator::~caching_allocator() = default;
+
+device_id caching_allocator::device() const noexcept {
+  return state_->device;
+}
+driver& caching_allocator::on() const noexcept {
+  return *state_->on;
+}
+
+}  // namespace evmm

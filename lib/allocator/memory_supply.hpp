@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "lib/allocator/arena.hpp"
+#include "lib/allocator/expandable_range.hpp"
+#include "lib/allocator/live_options.hpp"
+#include "lib/allocator/page_map.hpp"
+#include "lib/allocator/pool_record.hpp"
+#include "lib/memory/memory_source.hpp"
+#include "lib/memory/remap.hpp"
+
+#include <evmm/allocator/statistics.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+namespace [[gnu::visibility("default")]] evmm {
+
+/// Memory of one handle, or of a user's function, behind one segment.
+class fixed_memory {
+ public:
+  fixed_memory(driver& on, memory_ptr memory, const access_rule& access)
+      : own_(std::make_unique<scratch_mapping>(on, *memory, access)), memory_(std::move(memory)) {
+    segment.base = own_->base();
+    segment.bytes = memory_->size();
+    segment.memory = this;
+  }
+  /// `give_back` is called when it is destroyed.
+  fixed_memory(address at, std::size_t bytes, std::function<void()> give_back)
+      : give_back_(std::move(give_back)) {
+    segment.base = at;
+    segment.bytes = bytes;
+    segment.memory = this;
+  }
+  ~fixed_memory();
+  fixed_memory(const fixed_memory&) = delete;
+  fixed_memory& operator=(const fixed_memory&) = delete;
+
+  tier where() const noexcept { return memory_ ? memory_->location().kind : tier::device; }
+  const memory_ptr& memory() const noexcept { return memory_; }
+  segment_record segment;
+  std::uint64_t serial = 0;  ///< as handle_record::serial
+
+ private:
+  std::unique_ptr<scratch_mapping> own_;
+  memory_ptr memory_;
+  std::function<void()> give_back_;
+};
+
+/// What a request may cost.
+struct supply_terms {
+  tier where = tier::device;
+  /// Held memory up to here is made rather than taken from elsewhere: the most that was ever live.
+  std::size_t make_up_to = 0;
+  /// Held memory never passes this.
+  std::size_t limit = 0;
+  bool may_make = true;   ///< ask the driver for new memory
+  bool may_wait = false;  ///< take what other streams have not finished with, behind a wait
+};
+
+/// The memory behind an allocator's blocks: makes handles, moves them between ranges, gives them
+/// back.
+///
+/// New memory is made while less is held than was ever live. Beyond that, handles that no live
+/// block touches are mapped where they are needed (FACTS.md, "How tight an allocator can be"), so
+/// that fragmentation costs mappings, and in a program that repeats itself not even those.
+///
+/// Threads: under the allocator's slow lock, which alone may hold several arenas' locks.
+class memory_supply {
+ public:
+  using listener = std::function<void(trace_action, const arena&, address, std::size_t)>;
+
+  memory_supply(std::shared_ptr<driver> on, device_id device, const live_options& options,
+                page_map& pages, listener tell);
+  ~memory_supply();
+
+  /// Puts memory behind enough free addresses of `needy`, whose lock is held and which has no free
+  /// block of `bytes`; returns a block [at, at + bytes) made live, or null when memory has run out.
+  /// `all` are the arenas that may give handles. Throws what the driver throws but out_of_memory.
+  block* expand(arena& needy, std::size_t bytes, std::size_t reserve_bytes,
+                std::span<arena* const> all, const supply_terms& terms);
+  /// A segment of one handle as a free block of `needy`, whose lock is held. False when memory has
+  /// run out.
+  bool add_segment(arena& needy, std::size_t bytes, const supply_terms& terms);
+
+  /// Gives back up to `wanted` bytes of free memory of an arena, whose lock is held and whose
+  /// stream is past all use of it; only what was freed before `older_than`. Returns the bytes.
+  std::size_t give_back(arena& from, std::size_t wanted, std::uint64_t older_than);
+  /// What give_back could give.
+  std::size_t releasable(arena& from) const;
+  /// The arena is going: unmaps and releases all it has. Nothing may be live in it.
+  void drop(arena& gone) noexcept;
+
+  void enable_peer(device_id peer);
+  const std::vector<device_id>& peers() const noexcept { return peers_; }
+  void fill(allocator_statistics& into) const;
+  void reset_peaks() noexcept;
+  void reset_totals() noexcept;
+  std::size_t held_bytes(tier kind) const noexcept { return held_[static_cast<std::size_t>(kind)]; }
+  std::vector<expandable_size> sizes() const;
+  std::size_t granule() const noexcept { return granule_; }
+
+ private:
+  struct search;
+
+  expandable_range& range_of(arena& needy, std::size_t bytes, std::size_t reserve_bytes);
+  void find_takable(search& in, std::span<arena* const> all);
+  void choose_place(search& in) const;
+  std::size_t new_handle_bytes(tier where) const noexcept;
+  bool fill_stretch(search& in, address from, address to);
+  handle_record* pick(search& in, std::size_t most) const;
+  handle_record* make(std::size_t bytes, tier where, size_class kind);
+  span_record* map(handle_record& what, expandable_range& in, address at);
+  void unmap(span_record& gone) noexcept;
+  void wait_for_last_use(span_record& stale);
+  /// The handle's home leaves its giver's free block.
+  void take_home(handle_record& taken, arena& needy);
+  void settle(search& in, span_record& home);
+  void release(handle_record& gone, arena& holder, address at) noexcept;
+  block* free_block_at(arena& in, block* hint, address at) const noexcept;
+  block* hole_at(arena& in, address at) const noexcept;
+
+  void count(pool_statistic& of, size_class kind, std::int64_t amount) noexcept;
+  void hold(size_class kind, tier where, std::int64_t bytes) noexcept;
+
+  std::shared_ptr<driver> on_;
+  device_id device_;
+  const live_options& options_;
+  page_map& pages_;
+  listener tell_;
+  memory_source source_;
+  std::vector<device_id> peers_;
+  access_rule access_;
+  std::size_t granule_;
+
+  std::vector<std::unique_ptr<handle_record>> handles_;
+  std::vector<std::unique_ptr<expandable_range>> ranges_;
+  std::vector<std::unique_ptr<fixed_memory>> fixed_;
+
+  pool_statistic segment_, reserved_bytes_;
+  statistic oversize_segments_;
+  std::int64_t made_ = 0, released_ = 0, recycled_ = 0, claimed_ = 0;
+  std::size_t held_[2] = {0, 0};
+  std::uint64_t last_serial_ = 0;
+};
+
+}  // namespace evmm

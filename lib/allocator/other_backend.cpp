@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lib/allocator/other_backend.hpp"
+
+#include "lib/allocator/event_pool.hpp"
+#include "lib/memory/copier.hpp"
+#include "lib/memory/region_rules.hpp"
+#include "lib/memory/segment_plan.hpp"
+#include "lib/support/format.hpp"
+#include "lib/support/log.hpp"
+
+#include <evmm/error.hpp>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace evmm {
+
+namespace {
+
+struct allocation {
+  std::size_t bytes = 0;
+  std::size_t requested = 0;
+  native_stream stream = nullptr;
+  std::vector<native_stream> other_streams = {};
+  std::unique_ptr<scratch_mapping> mapped = {};  ///< without caching
+};
+
+/// The table of live allocations and the statistics, which both backends keep alike.
+class table_backend : public other_backend {
+ public:
+  table_backend(std::shared_ptr<driver> on, device_id device)
+      : on_(std::move(on)), device_(device), events_(on_, device) {}
+
+  void record_stream(void* at, native_stream stream) override {
+    const std::lock_guard lock(guard_);
+    const auto found = live_.find(reinterpret_cast<address>(at));
+    if (found == live_.end() || found->second.stream == stream) return;
+    auto& streams = found->second.other_streams;
+    if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {
+      streams.push_back(stream);
+    }
+  }
+  bool owns(const void* at) const noexcept override {
+    const std::lock_guard lock(guard_);
+    return live_.contains(reinterpret_cast<address>(at));
+  }
+  allocation_place place(const void* at) const override {
+    const std::lock_guard lock(guard_);
+    const auto& [base, found] = *live(reinterpret_cast<address>(at), "look up");
+    return {.base = reinterpret_cast<void*>(base),
+            .bytes = found.bytes,
+            .offset = 0,
+            .block_bytes = found.bytes};
+  }
+  void fill(allocator_statistics& into) const override {
+    const std::lock_guard lock(guard_);
+    const auto put = [](pool_statistic& to, const statistic& from) {
+      to.all = to.large_pool = from;
+    };
+    put(into.allocation, count_);
+    put(into.active, count_);
+    put(into.allocated_bytes, bytes_);
+    put(into.active_bytes, bytes_);
+    put(into.requested_bytes, requested_);
+    into.num_device_alloc = count_.allocated;
+    into.num_device_free = count_.freed;
+  }
+  void reset_peaks() override {
+    const std::lock_guard lock(guard_);
+    for (statistic* one : {&count_, &bytes_, &requested_}) one->peak = one->current;
+  }
+  void reset_totals() override {
+    const std::lock_guard lock(guard_);
+    for (statistic* one : {&count_, &bytes_, &requested_}) one->allocated = one->freed = 0;
+  }
+
+ protected:
+  using table = std::map<address, allocation>;
+
+  table::const_iterator live(address at, const char* doing) const {
+    const auto found = live_.find(at);
+    if (found == live_.end()) {
+      throw invalid_argument(
+          fmt::format("cannot {} {}: it is no live allocation of this allocator (DEVICE {})", doing,
+                      format_address(at), device_.value));
+    }
+    return found;
+  }
+  void* add(address at, allocation made) {
+    const std::lock_guard lock(guard_);
+    count_.add(1);
+    bytes_.add(static_cast<std::int64_t>(made.bytes));
+    requested_.add(static_cast<std::int64_t>(made.requested));
+    live_.insert_or_assign(at, std::move(made));
+    return reinterpret_cast<void*>(at);
+  }
+  allocation take(address at) {
+    const std::lock_guard lock(guard_);
+    live(at, "free");
+    allocation gone = std::move(live_.extract(at).mapped());
+    count_.add(-1);
+    bytes_.add(-static_cast<std::int64_t>(gone.bytes));
+    requested_.add(-static_cast<std::int64_t>(gone.requested));
+    return gone;
+  }
+
+  const std::shared_ptr<driver> on_;
+  const device_id device_;
+  event_pool events_;
+  mutable std::mutex guard_;
+  table live_;
+  statistic count_, bytes_, requested_;
+};
+
+class async_backend final : public table_backend {
+ public:
+  async_backend(std::shared_ptr<driver> on, device_id device, const allocator_options& options)
+      : table_backend(std::move(on), device) {
+    allocator_options native = options;
+    native.backend = allocator_backend::native;
+    if (const std::string ignored = to_string(native); !ignored.empty()) {
+      log().warn("backend:cudaMallocAsync ignores the options of the native one: {}", ignored);
+    }
+  }
+  ~async_backend() override {
+    for (auto& [at, one] : live_) {
+      log_failure("giving back an allocation", [&] { on_->free_async(at, one.stream); });
+    }
+  }
+  void* allocate(std::size_t bytes, native_stream stream) override {
+    const address at = on_->allocate_async(device_, bytes, stream);
+    return add(at, {.bytes = bytes, .requested = bytes, .stream = stream});
+  }
+  void free(void* pointer) override {
+    const auto at = reinterpret_cast<address>(pointer);
+    const allocation gone = take(at);
+    for (native_stream stream : gone.other_streams) {
+      const auto used = events_.record(stream);
+      on_->wait(gone.stream, used.get());
+    }
+    on_->free_async(at, gone.stream);
+  }
+  std::size_t empty_cache() override {
+    const std::size_t before = on_->async_usage(device_).reserved_bytes;
+    on_->trim_async(device_, 0);
+    return before - std::min(before, on_->async_usage(device_).reserved_bytes);
+  }
+  void fill(allocator_statistics& into) const override {
+    table_backend::fill(into);
+    const async_memory now = on_->async_usage(device_);
+    into.reserved_bytes.all.current = static_cast<std::int64_t>(now.reserved_bytes);
+    into.reserved_bytes.all.peak = static_cast<std::int64_t>(now.reserved_peak);
+  }
+};
+
+/// Memory is created and released at each call, so that a tool sees every mistake where it happens.
+class uncached_backend final : public table_backend {
+ public:
+  uncached_backend(std::shared_ptr<driver> on, device_id device, const allocator_options& options)
+      : table_backend(std::move(on), device),
+        share_(options.share),
+        access_(region_access(*on_, device, options.peers, true)),
+        granule_(on_->granularity(memory_location::on(device))) {}
+
+  void* allocate(std::size_t bytes, native_stream stream) override {
+    const std::size_t size = evmm::round_up(bytes, granule_);
+    const physical_memory memory(
+        *on_, {.bytes = size, .where = memory_location::on(device_), .share = share_});
+    auto mapped = std::make_unique<scratch_mapping>(*on_, memory, access_);
+    const address at = mapped->base();
+    return add(at, {.bytes = size,
+                    .requested = bytes,
+                    .stream = stream,
+                    .other_streams = {},
+                    .mapped = std::move(mapped)});
+  }
+  void free(void* pointer) override {
+    const allocation gone = take(reinterpret_cast<address>(pointer));
+    on_->synchronize(gone.stream);
+    for (native_stream stream : gone.other_streams) on_->synchronize(stream);
+  }
+  std::size_t empty_cache() override { return 0; }
+  void fill(allocator_statistics& into) const override {
+    table_backend::fill(into);
+    into.segment = into.allocation;
+    into.reserved_bytes = into.allocated_bytes;
+    into.mapped_bytes = into.allocated_bytes.all.current;
+  }
+
+ private:
+  share_kind share_;
+  access_rule access_;
+  std::size_t granule_;
+};
+
+}  // namespace
+
+std::unique_ptr<other_backend> make_other_backend(std::shared_ptr<driver> on, device_id device,
+                                                  const allocator_options& options) {
+  switch (options.backend) {
+    case allocator_backend::native:
+      return nullptr;
+    case allocator_backend::cuda_malloc_async:
+      return std::make_unique<async_backend>(std::move(on), device, options);
+    case allocator_backend::none:
+      return std::make_unique<uncached_backend>(std::move(on), device, options);
+  }
+  return nullptr;
+}
+
+}  // namespace evmm

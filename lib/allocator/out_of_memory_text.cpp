@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lib/allocator/out_of_memory_text.hpp"
+
+#include "lib/support/format.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <string>
+
+namespace evmm {
+
+namespace {
+
+/// Why free memory did not serve.
+struct fragmentation {
+  std::size_t largest = 0;        ///< the largest free block that the request could have used
+  std::size_t scattered = 0;      ///< free in the same arena, in pieces too small
+  std::size_t pinned = 0;         ///< of those, beside live blocks on the same handle or segment
+  std::size_t other_pools = 0;    ///< free in other pools
+  std::size_t other_streams = 0;  ///< free in the same pool, on other streams
+  std::size_t waiting = 0;        ///< freed, still in use by other streams
+};
+
+fragmentation look(caching_allocator::state& of, const arena& from) {
+  fragmentation found;
+  for (arena* one : of.all_arenas) {
+    const std::lock_guard held(one->guard());
+    const std::size_t releasable = of.supply.releasable(*one);
+    std::size_t free = 0;
+    one->free_blocks().for_each(0, [&](const block* b) { free += b->bytes; });
+    if (one == &from) {
+      if (const block* largest = one->free_blocks().largest()) found.largest = largest->bytes;
+      found.scattered = free;
+      found.pinned = free - std::min(free, releasable);
+    } else if (&one->pool() != &from.pool()) {
+      found.other_pools += free;
+    } else {
+      found.other_streams += free;
+    }
+  }
+  return found;
+}
+
+}  // namespace
+
+out_of_memory out_of_memory_text(caching_allocator::state& of, const arena& from, std::size_t size,
+                                 const oom_report& report) {
+  allocator_statistics now;
+  of.books.fill(now);
+  const fragmentation why = look(of, from);
+  const auto bytes = [](auto n) { return format_bytes(static_cast<std::size_t>(n)); };
+  const std::size_t held = of.supply.held_bytes(tier::device);
+  std::string text = fmt::format(
+      "cannot allocate {} ({} rounded) on DEVICE {}{}: {} of {} are free on the device; this "
+      "process "
+      "holds {}{}, of which {} are allocated",
+      bytes(report.requested_bytes), bytes(size), of.device.value,
+      report.rejected ? " (refused before the driver was asked)" : "", bytes(report.free_bytes),
+      bytes(report.total_bytes), bytes(held),
+      of.limit() < of.total_bytes ? fmt::format(" of the {} it may hold", bytes(of.limit())) : "",
+      bytes(now.allocated_bytes.all.current));
+  const auto add = [&](std::size_t amount, const char* what) {
+    if (amount > 0) text += fmt::format(", {} {}", bytes(amount), what);
+  };
+  text += fmt::format("; pool {}, {} blocks, stream {}: the largest free block has {}",
+                      static_cast<std::uint64_t>(from.pool().id),
+                      from.kind() == size_class::small ? "small" : "large",
+                      static_cast<const void*>(from.stream()), bytes(why.largest));
+  add(why.scattered, "are free in pieces across segments");
+  add(why.pinned, "of them pinned by live blocks beside them");
+  add(why.other_streams, "are cached for other streams");
+  add(why.other_pools, "are cached in other pools");
+  const auto waiting = now.active_bytes.all.current - now.allocated_bytes.all.current;
+  add(static_cast<std::size_t>(waiting), "wait for other streams");
+  std::size_t others = 0;
+  std::string who;
+  for (const process_usage& one : of.on->processes(of.device)) {
+    if (one.this_process) continue;
+    others += one.bytes;
+    who += fmt::format("{}process {} {}", who.empty() ? "" : ", ", one.pid, bytes(one.bytes));
+  }
+  if (!who.empty()) text += "; also on the device: " + who;
+
+  const allocator_options& options = of.options.now();
+  std::string help;
+  if (report.rejected) {
+    help =
+        "free memory, or unset throw_on_cudamalloc_oom so that cached memory is given back first";
+  } else if (of.limit() < of.total_bytes && held + size > of.limit()) {
+    help = "raise per_process_memory_fraction, now " +
+           fmt::format("{:.3f}", options.per_process_memory_fraction);
+  } else if (why.other_pools >= size) {
+    help = "release pools that are no longer used, or give them use_on_oom";
+  } else if (!of.expandable(from) && why.scattered >= size) {
+    help = "set expandable_segments:True, which moves free memory to where it is needed";
+  } else if (options.recycle == recycling::never && why.scattered >= size) {
+    help = "set recycle_handles:ready, which moves free memory to where it is needed";
+  } else if (others >= size) {
+    help = "stop the other processes on this device";
+  } else if (!from.pool().in_tier(tier::host)) {
+    help = "use a pool whose tiers include the host, or smaller batches";
+  } else {
+    help = "use less memory: both tiers are full";
+  }
+  return out_of_memory(std::move(text), std::move(help));
+}
+
+}  // namespace evmm

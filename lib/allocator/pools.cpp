@@ -1,0 +1,278 @@
+// SPDX-License-Identifier: Apache-2.0
+// Pools, routing, graph captures and checkpoints.
+#include "lib/allocator/allocator_state.hpp"
+#include "lib/support/format.hpp"
+
+#include <evmm/error.hpp>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <set>
+#include <thread>
+#include <utility>
+
+namespace evmm {
+
+// --- pools -------------------------------------------------------------------------------------
+
+pool_record& caching_allocator::state::pool(pool_id its) const {
+  const auto found = pools.find(its);
+  if (found == pools.end()) {
+    throw invalid_argument(fmt::format("there is no pool {}", static_cast<std::uint64_t>(its)),
+                           "a pool goes when its last user released it and nothing lives in it");
+  }
+  return *found->second;
+}
+
+pool_id caching_allocator::create_pool(const pool_options& options) {
+  state& s = *state_;
+  if (s.other) {
+    throw unsupported("pools need the native backend", "unset backend, or set backend:native");
+  }
+  if (options.tiers.empty() || options.tiers.size() > 2) {
+    throw invalid_argument("a pool's tiers are device, host, or both, in order of preference");
+  }
+  if (options.functions && (!options.functions->allocate || !options.functions->free)) {
+    throw invalid_argument("pool_functions needs both `allocate` and `free`");
+  }
+  const std::lock_guard lock(s.slow);
+  auto made = std::make_unique<pool_record>();
+  made->id = pool_id{s.next_pool};
+  made->options = options;
+  const pool_id its = made->id;
+  s.pools.emplace(its, std::move(made));
+  ++s.next_pool;
+  return its;
+}
+
+void caching_allocator::retain_pool(pool_id its) {
+  const std::lock_guard lock(state_->slow);
+  pool_record& one = state_->pool(its);
+  if (one.users == 0) {
+    throw invalid_argument(fmt::format("pool {} was released", static_cast<std::uint64_t>(its)));
+  }
+  ++one.users;
+}
+
+void caching_allocator::release_pool(pool_id its) {
+  state& s = *state_;
+  const std::lock_guard lock(s.slow);
+  pool_record& one = s.pool(its);
+  if (its == pool_id{} || one.users == 0) {
+    throw invalid_argument(
+        fmt::format("pool {} has no user to release it", static_cast<std::uint64_t>(its)));
+  }
+  if (--one.users == 0) s.drop_if_unused(one);
+}
+
+int caching_allocator::pool_use_count(pool_id its) const {
+  const std::lock_guard lock(state_->slow);
+  return state_->pool(its).users;
+}
+
+/// A pool without users in which nothing lives goes at once; else its free memory serves others
+/// (pool_record::may_give) and it goes when it can.
+void caching_allocator::state::drop_if_unused(pool_record& gone) {
+  if (gone.users > 0 || gone.captures > 0 || gone.id == pool_id{}) return;
+  for (arena* one : gone.arenas) {
+    const std::lock_guard held(one->guard());
+    poll(*one);
+    if (one->account().allocated_count() > 0 || (one->deferred && !one->deferred->empty())) return;
+  }
+  {
+    const std::shared_lock lock(arenas_guard);
+    for (const route& one : routes) {
+      if (one.to == gone.id) return;
+    }
+  }
+  for (arena* one : gone.arenas) {
+    if (!capturing(one->stream())) on->synchronize(one->stream());
+  }
+  for (arena* one : gone.arenas) {
+    supply.drop(*one);
+    books.remove(one->account());
+  }
+  const std::unique_lock lock(arenas_guard);
+  route_changed();
+  for (arena* one : gone.arenas) {
+    std::erase(all_arenas, one);
+    retired_arenas.push_back(std::move(arenas[{gone.id, one->stream(), one->kind()}]));
+    arenas.erase({gone.id, one->stream(), one->kind()});
+  }
+  pools_gone.push_back(std::move(pools[gone.id]));
+  pools.erase(gone.id);
+}
+
+// --- routing -----------------------------------------------------------------------------------
+
+void caching_allocator::begin_allocate_to_pool(pool_id its,
+                                               std::function<bool(native_stream)> filter) {
+  state& s = *state_;
+  const std::lock_guard lock(s.slow);
+  s.pool(its);
+  const std::unique_lock guard(s.arenas_guard);
+  s.routes.push_back({its, std::move(filter)});
+  s.route_changed();
+}
+
+void caching_allocator::begin_allocate_to_pool(pool_id its) {
+  begin_allocate_to_pool(its, [thread = std::this_thread::get_id()](native_stream) {
+    return std::this_thread::get_id() == thread;
+  });
+}
+
+void caching_allocator::end_allocate_to_pool(pool_id its) {
+  state& s = *state_;
+  const std::lock_guard lock(s.slow);
+  const std::unique_lock guard(s.arenas_guard);
+  const auto last = std::find_if(s.routes.rbegin(), s.routes.rend(),
+                                 [&](const state::route& one) { return one.to == its; });
+  if (last == s.routes.rend()) {
+    throw invalid_argument(
+        fmt::format("no allocations go to pool {}: end_allocate_to_pool needs a "
+                    "begin_allocate_to_pool before it",
+                    static_cast<std::uint64_t>(its)));
+  }
+  s.routes.erase(std::next(last).base());
+  s.route_changed();
+}
+
+bool caching_allocator::live_allocations_are(pool_id its,
+                                             const std::vector<void*>& expected) const {
+  const std::lock_guard lock(state_->slow);
+  std::set<address> wanted;
+  for (const void* at : expected) wanted.insert(reinterpret_cast<address>(at));
+  std::size_t live = 0;
+  for (arena* one : state_->pool(its).arenas) {
+    const std::lock_guard held(one->guard());
+    for (const segment_record* segment : one->segments) {
+      for (const block* b = segment->first; b != nullptr; b = b->after) {
+        if (b->use != block_use::allocated) continue;
+        if (!wanted.contains(b->at)) return false;
+        ++live;
+      }
+    }
+  }
+  return live == wanted.size();
+}
+
+// --- graph capture -----------------------------------------------------------------------------
+
+void caching_allocator::begin_capture(pool_id its) {
+  state& s = *state_;
+  const std::lock_guard lock(s.slow);
+  pool_record& one = s.pool(its);
+  ++one.captures;
+  one.captured = true;
+  ++s.captures;
+}
+
+void caching_allocator::end_capture(pool_id its) {
+  state& s = *state_;
+  const std::lock_guard lock(s.slow);
+  pool_record& one = s.pool(its);
+  if (one.captures == 0) {
+    throw invalid_argument(
+        fmt::format("no capture allocates from pool {}", static_cast<std::uint64_t>(its)),
+        "call begin_capture before end_capture");
+  }
+  --one.captures;
+  if (--s.captures > 0) return;
+  for (arena* each : s.all_arenas) {
+    const std::lock_guard held(each->guard());
+    if (each->deferred) each->deferred->captures_ended(s.events);
+  }
+}
+
+/// The blocks of a pool, as they were.
+class pool_checkpoint {
+ public:
+  struct block_then {
+    address at;
+    std::size_t bytes;
+    std::size_t requested;
+    native_stream stream;
+    size_class kind;
+  };
+  pool_id of;
+  std::vector<block_then> live;
+};
+
+std::shared_ptr<const pool_checkpoint> caching_allocator::checkpoint(pool_id its) {
+  const std::lock_guard lock(state_->slow);
+  auto made = std::make_shared<pool_checkpoint>();
+  made->of = its;
+  for (arena* one : state_->pool(its).arenas) {
+    const std::lock_guard held(one->guard());
+    for (const segment_record* segment : one->segments) {
+      for (const block* b = segment->first; b != nullptr; b = b->after) {
+        if (b->use != block_use::allocated) continue;
+        made->live.push_back({b->at, b->bytes, b->requested, one->stream(), one->kind()});
+      }
+    }
+  }
+  return made;
+}
+
+caching_allocator::checkpoint_delta caching_allocator::restore(pool_id its,
+                                                               const pool_checkpoint& to) {
+  state& s = *state_;
+  const std::lock_guard lock(s.slow);
+  pool_record& one = s.pool(its);
+  if (to.of != its) {
+    throw invalid_argument(fmt::format("the checkpoint is of pool {}, not of pool {}",
+                                       static_cast<std::uint64_t>(to.of),
+                                       static_cast<std::uint64_t>(its)));
+  }
+  std::set<std::pair<address, std::size_t>> wanted;
+  for (const auto& then : to.live) wanted.insert({then.at, then.bytes});
+  checkpoint_delta delta;
+  std::set<std::pair<address, std::size_t>> kept;
+  std::vector<address> gone;
+  for (arena* each : one.arenas) {
+    const std::lock_guard held(each->guard());
+    for (const segment_record* segment : each->segments) {
+      for (const block* b = segment->first; b != nullptr; b = b->after) {
+        if (b->use == block_use::pending) {
+          throw invalid_argument(
+              fmt::format("pool {} has blocks that wait for other streams; its state cannot be "
+                          "restored before they are free",
+                          static_cast<std::uint64_t>(its)));
+        }
+        if (b->use != block_use::allocated) continue;
+        if (wanted.contains({b->at, b->bytes})) {
+          kept.insert({b->at, b->bytes});
+        } else {
+          gone.push_back(b->at);
+        }
+      }
+    }
+  }
+  for (const address at : gone) {
+    s.free(at);
+    delta.freed.push_back(reinterpret_cast<void*>(at));
+  }
+  for (const auto& then : to.live) {
+    if (kept.contains({then.at, then.bytes})) continue;
+    const auto found = s.arenas.find({its, then.stream, then.kind});
+    block* made = nullptr;
+    if (found != s.arenas.end()) {
+      arena& from = *found->second;
+      std::unique_lock held(from.guard());
+      made = from.take_at(then.at, then.bytes);
+      if (made != nullptr) s.hand_out(from, *made, then.requested, held);
+    }
+    if (made == nullptr) {
+      throw invalid_argument(
+          fmt::format("cannot restore pool {}: its memory at {} ({}) is no longer free",
+                      static_cast<std::uint64_t>(its), format_address(then.at),
+                      format_bytes(then.bytes)),
+          "restore a checkpoint before the pool's memory is given back");
+    }
+    delta.allocated.push_back(reinterpret_cast<void*>(then.at));
+  }
+  return delta;
+}
+
+}  // namespace evmm

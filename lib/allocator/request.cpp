@@ -1,0 +1,268 @@
+// SPDX-License-Identifier: Apache-2.0
+// Requests that no cached block serves: the retry ladder.
+#include "lib/allocator/allocator_state.hpp"
+#include "lib/allocator/out_of_memory_text.hpp"
+#include "lib/support/log.hpp"
+
+#include <evmm/error.hpp>
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+namespace evmm {
+
+namespace {
+constexpr std::size_t k_all = std::numeric_limits<std::size_t>::max();
+}
+
+std::size_t caching_allocator::state::limit() const {
+  const double fraction = options.now().per_process_memory_fraction;
+  return fraction >= 1 ? k_all
+                       : static_cast<std::size_t>(fraction * static_cast<double>(total_bytes));
+}
+
+std::size_t caching_allocator::state::reservation_for(native_stream stream) const {
+  const allocator_options& now = options.now();
+  reservation wanted = now.expandable_segments_reserve;
+  if (const auto its_class = stream_classes.find(stream); its_class != stream_classes.end()) {
+    const auto found = now.expandable_segments_reserve_by_class.find(its_class->second);
+    if (found != now.expandable_segments_reserve_by_class.end()) wanted = found->second;
+  }
+  if (wanted.bytes != 0) return wanted.bytes;
+  return static_cast<std::size_t>(wanted.fraction * static_cast<double>(total_bytes));
+}
+
+bool caching_allocator::state::expandable(const arena& from) const {
+  const pool_options& its = from.pool().options;
+  return !its.functions && its.expandable_segments.value_or(options.now().expandable_segments);
+}
+
+/// More memory for `from`; its lock is held on success.
+block* caching_allocator::state::extend(arena& from, std::size_t size, const supply_terms& terms,
+                                        std::unique_lock<spin_lock>& held) {
+  held = std::unique_lock(from.guard());
+  block* found = nullptr;
+  if (expandable(from)) {
+    found = supply.expand(from, size, reservation_for(from.stream()), all_arenas, terms);
+  } else if (supply.add_segment(from, rules.segment_bytes(size), terms)) {
+    found = from.take_free(size, from.pool().options.no_split);
+  }
+  if (found == nullptr) held.unlock();
+  return found;
+}
+
+bool caching_allocator::state::ask_for_frees(std::unique_lock<std::recursive_mutex>& lock) {
+  std::vector<std::shared_ptr<std::function<bool()>>> callbacks;
+  {
+    const std::lock_guard observers(observers_guard);
+    for (const auto& callback : shortage_callbacks) {
+      if (auto alive = callback.lock()) callbacks.push_back(std::move(alive));
+    }
+  }
+  if (callbacks.empty()) return false;
+  bool freed = false;
+  lock.unlock();
+  for (const auto& callback : callbacks) freed = (*callback)() || freed;
+  lock.lock();
+  return freed;
+}
+
+void caching_allocator::state::collect_garbage() {
+  const double threshold = options.now().garbage_collection_threshold;
+  if (threshold <= 0) return;
+  const std::size_t allowed = std::min(limit(), total_bytes);
+  const auto keep = static_cast<std::size_t>(threshold * static_cast<double>(allowed));
+  // What was freed longest ago, half of the ages at a time.
+  for (std::uint64_t now = clock.load(), age = now; age > 0; age /= 2) {
+    const std::size_t held_bytes = supply.held_bytes(tier::device);
+    if (held_bytes <= keep) return;
+    std::size_t excess = held_bytes - keep;
+    for (arena* one : all_arenas) {
+      if (excess == 0) break;
+      if (capturing(one->stream())) continue;
+      {
+        const std::lock_guard held(one->guard());
+        if (supply.releasable(*one) == 0) continue;
+      }
+      const auto held = lock_quiet(*one);
+      excess -= std::min(excess, supply.give_back(*one, excess, now - age / 2));
+    }
+    if (age == 1) break;
+  }
+}
+
+caching_allocator::state::taken caching_allocator::state::take_from_pools(
+    arena& from, std::size_t size, std::unique_lock<spin_lock>& held) {
+  if (from.pool().id != pool_id{}) return {};
+  for (const auto& [its_id, its] : pools) {
+    if (!its->options.use_on_oom || its->captures > 0) continue;
+    for (arena* one : its->arenas) {
+      if (one->stream() != from.stream() || one->kind() != from.kind()) continue;
+      held = std::unique_lock(one->guard());
+      if (block* const found = one->take_free(size, its->options.no_split)) return {one, found};
+      held.unlock();
+    }
+  }
+  return {};
+}
+
+/// Locks an arena whose stream is past all use of what is free in it. Another thread may allocate,
+/// use and free between a wait and the lock: then it is waited for again.
+std::unique_lock<spin_lock> caching_allocator::state::lock_quiet(arena& one) {
+  for (int attempt = 0;; ++attempt) {
+    on->synchronize(one.stream());
+    std::unique_lock held(one.guard());
+    if (on->idle(one.stream())) return held;
+    if (attempt == 3) {
+      on->synchronize(one.stream());
+      return held;
+    }
+  }
+}
+
+std::size_t caching_allocator::state::give_back(std::size_t wanted, const pool_record* only) {
+  std::size_t given = 0;
+  for (const bool idle_only : {true, false}) {
+    for (arena* one : all_arenas) {
+      if (given >= wanted) return given;
+      if (only != nullptr && &one->pool() != only) continue;
+      {
+        const std::lock_guard held(one->guard());
+        if (!one->pool().may_give() || supply.releasable(*one) == 0) continue;
+      }
+      if (capturing(one->stream())) continue;
+      if (idle_only && !on->idle(one->stream())) continue;
+      const auto held = lock_quiet(*one);
+      given += supply.give_back(*one, wanted - given, k_all);
+    }
+  }
+  return given;
+}
+
+bool caching_allocator::state::wait_for_event(arena& of) {
+  native_event oldest = nullptr;
+  {
+    const std::lock_guard held(of.guard());
+    if (!of.deferred) return false;
+    oldest = of.deferred->oldest();
+  }
+  if (oldest == nullptr) return false;
+  // Somebody else may complete the block meanwhile and use the event again: then this waits for
+  // longer than it must, no more.
+  on->synchronize(oldest);
+  const std::lock_guard held(of.guard());
+  poll(of);
+  return true;
+}
+
+caching_allocator::state::taken caching_allocator::state::request(
+    arena& from, std::size_t size, std::size_t bytes, std::unique_lock<spin_lock>& held) {
+  process.check();
+  // What is live, for the rule of when to make memory; with no lock held.
+  const auto live = static_cast<std::size_t>(
+      std::max(books.peak_active_bytes(), books.active_bytes() + static_cast<std::int64_t>(size)));
+  std::unique_lock lock(slow);
+  clock.fetch_add(1, std::memory_order_relaxed);
+  const bool whole = from.pool().options.no_split;
+  const auto try_free = [&]() -> block* {
+    held = std::unique_lock(from.guard());
+    poll(from);
+    if (block* const found = from.take_free(size, whole)) return found;
+    held.unlock();
+    return nullptr;
+  };
+  // 1. Another thread may have freed, or events may be over.
+  if (block* const found = try_free()) return {&from, found};
+  const bool in_capture = from.pool().captures > 0;
+  if (in_capture && options.now().graph_capture_record_stream_reuse && from.deferred) {
+    const auto frontier = on->capture_frontier(from.stream());
+    {
+      const std::lock_guard mine(from.guard());
+      from.deferred->poll_captured(*on, frontier, [&](block* freed) { complete(from, *freed); });
+    }
+    if (block* const found = try_free()) return {&from, found};
+  }
+  // 2. Whoever offered to free something.
+  if (ask_for_frees(lock)) {
+    if (block* const found = try_free()) return {&from, found};
+  }
+  // 3. Old memory, where more is held than wanted.
+  if (!in_capture) collect_garbage();
+
+  const std::vector<tier>& tiers = from.pool().options.tiers;
+  for (const tier where : tiers) {
+    supply_terms terms{.where = where,
+                       .make_up_to = live + live / 64,
+                       .limit = where == tier::device ? limit() : k_all};
+    if (where == tier::device && options.now().throw_on_device_oom) {
+      const std::size_t device_free = on->usage(memory_location::on(device)).free_bytes;
+      const std::size_t held_bytes = supply.held_bytes(tier::device);
+      const std::size_t allowed = terms.limit - std::min(terms.limit, held_bytes);
+      if (std::min(device_free, allowed) < size) fail(from, size, bytes, true, lock);
+    }
+    // 4. New memory, or memory that nobody uses any more.
+    if (block* const found = extend(from, size, terms, held)) return {&from, found};
+    // 5. Pools that help out.
+    if (const taken found = take_from_pools(from, size, held); found.what != nullptr) return found;
+    if (in_capture) continue;
+    // 6. Blocks that wait for other streams, one event at a time.
+    for (const bool own : {true, false}) {
+      for (arena* one : all_arenas) {
+        if ((one == &from) != own) continue;
+        while (wait_for_event(*one)) {
+          if (block* const found = own ? try_free() : extend(from, size, terms, held)) {
+            return {&from, found};
+          }
+        }
+      }
+    }
+    // 7. Memory of other streams, behind their work; then whatever is cached anywhere.
+    ++retries;
+    if (options.now().recycle != recycling::never && expandable(from)) {
+      terms.may_wait = true;
+      if (block* const found = extend(from, size, terms, held)) return {&from, found};
+    }
+    for (const std::size_t enough : {size, k_all}) {
+      if (give_back(enough) == 0) break;
+      if (block* const found = extend(from, size, terms, held)) return {&from, found};
+    }
+    ++full_waits;
+  }
+  fail(from, size, bytes, false, lock);
+}
+
+void caching_allocator::state::fail(const arena& from, std::size_t size, std::size_t bytes,
+                                    bool rejected, std::unique_lock<std::recursive_mutex>& lock) {
+  ++ooms;
+  if (rejected) ++rejections;
+  const memory_usage usage = on->usage(memory_location::on(device));
+  const oom_report report{.device = device,
+                          .requested_bytes = bytes,
+                          .allowed_bytes = std::min(limit(), usage.total_bytes),
+                          .total_bytes = usage.total_bytes,
+                          .free_bytes = usage.free_bytes,
+                          .rejected = rejected};
+  const out_of_memory failure = out_of_memory_text(*this, from, size, report);
+  if (happened.wanted()) {
+    happened.record({.action = trace_action::oom,
+                     .at = usage.free_bytes,
+                     .bytes = bytes,
+                     .stream = from.stream(),
+                     .pool = from.pool().id});
+  }
+  lock.unlock();
+  std::vector<std::shared_ptr<std::function<void(const oom_report&)>>> observers;
+  {
+    const std::lock_guard guard(observers_guard);
+    for (const auto& observer : oom_observers) {
+      if (auto alive = observer.lock()) observers.push_back(std::move(alive));
+    }
+  }
+  for (const auto& observer : observers) {
+    log_failure("telling of an out-of-memory", [&] { (*observer)(report); });
+  }
+  throw failure;
+}
+
+}  // namespace evmm

@@ -1,0 +1,398 @@
+// SPDX-License-Identifier: Apache-2.0
+// What an allocator tells about itself, and the settings that may change.
+#include "lib/allocator/allocator_state.hpp"
+#include "lib/support/format.hpp"
+
+#include <evmm/error.hpp>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <stdexcept>
+#include <utility>
+
+namespace evmm {
+
+namespace {
+
+/// PyTorch counts free blocks beside others in segments of one handle.
+void count_inactive_splits(const std::vector<arena*>& arenas, allocator_statistics& into) {
+  for (arena* one : arenas) {
+    const std::lock_guard held(one->guard());
+    one->merge_recent();
+    const bool small = one->kind() == size_class::small;
+    one->free_blocks().for_each(0, [&](const block* free) {
+      if (free->in->expandable() || (free->before == nullptr && free->after == nullptr)) return;
+      const auto bytes = static_cast<std::int64_t>(free->bytes);
+      into.inactive_split.all.add(1);
+      into.inactive_split_bytes.all.add(bytes);
+      (small ? into.inactive_split.small_pool : into.inactive_split.large_pool).add(1);
+      (small ? into.inactive_split_bytes.small_pool : into.inactive_split_bytes.large_pool)
+          .add(bytes);
+    });
+  }
+}
+
+}  // namespace
+
+allocator_statistics caching_allocator::statistics() const {
+  state& s = *state_;
+  allocator_statistics all;
+  if (s.other) {
+    s.other->fill(all);
+    return all;
+  }
+  const std::lock_guard lock(s.slow);
+  s.books.fill(all);
+  s.supply.fill(all);
+  count_inactive_splits(s.all_arenas, all);
+  all.num_alloc_retries = s.retries;
+  all.num_ooms = s.ooms;
+  all.num_oom_rejections = s.rejections;
+  all.num_sync_all_streams = s.full_waits;
+  const auto& split = s.options.now().max_split_size;
+  all.max_split_size = split ? static_cast<std::int64_t>(*split) : -1;
+  const std::lock_guard oversize(s.oversize_guard);
+  all.oversize_allocations = s.oversize_allocations;
+  return all;
+}
+
+allocator_statistics caching_allocator::statistics(pool_id its) const {
+  state& s = *state_;
+  const std::lock_guard lock(s.slow);
+  const pool_record& one = s.pool(its);
+  allocator_statistics all;
+  count_inactive_splits(one.arenas, all);
+  for (arena* each : one.arenas) {
+    const std::lock_guard held(each->guard());
+    const bool small = each->kind() == size_class::small;
+    const auto add = [small](pool_statistic& to, std::int64_t amount) {
+      to.all.add(amount);
+      (small ? to.small_pool : to.large_pool).add(amount);
+    };
+    for (const segment_record* segment : each->segments) {
+      std::int64_t backed = 0;
+      for (const block* b = segment->first; b != nullptr; b = b->after) {
+        if (b->use == block_use::hole) continue;
+        const auto bytes = static_cast<std::int64_t>(b->bytes);
+        backed += bytes;
+        const bool live = b->use == block_use::allocated;
+        if (live || b->use == block_use::pending) {
+          add(all.active, 1);
+          add(all.active_bytes, bytes);
+        }
+        if (!live) continue;
+        add(all.allocation, 1);
+        add(all.allocated_bytes, bytes);
+        add(all.requested_bytes, static_cast<std::int64_t>(b->requested));
+      }
+      if (backed == 0) continue;
+      add(all.segment, 1);
+      add(all.reserved_bytes, backed);
+    }
+  }
+  return all;
+}
+
+void caching_allocator::reset_peaks() {
+  state& s = *state_;
+  if (s.other) return s.other->reset_peaks();
+  const std::lock_guard lock(s.slow);
+  s.books.reset_peaks();
+  s.supply.reset_peaks();
+  const std::lock_guard oversize(s.oversize_guard);
+  s.oversize_allocations.peak = s.oversize_allocations.current;
+}
+
+void caching_allocator::reset_totals() {
+  state& s = *state_;
+  if (s.other) return s.other->reset_totals();
+  const std::lock_guard lock(s.slow);
+  s.books.reset_totals();
+  s.supply.reset_totals();
+  s.retries = s.ooms = s.rejections = s.full_waits = 0;
+  const std::lock_guard oversize(s.oversize_guard);
+  s.oversize_allocations.allocated = s.oversize_allocations.freed = 0;
+}
+
+cache_information caching_allocator::cache_info() const {
+  state& s = *state_;
+  const std::lock_guard lock(s.slow);
+  cache_information found;
+  for (arena* one : s.all_arenas) {
+    const std::lock_guard held(one->guard());
+    one->merge_recent();
+    one->free_blocks().for_each(0, [&](const block* b) { found.cached_bytes += b->bytes; });
+    if (const block* largest = one->free_blocks().largest()) {
+      found.largest_block = std::max(found.largest_block, largest->bytes);
+    }
+  }
+  return found;
+}
+
+memory_report caching_allocator::report() const {
+  const allocator_statistics now = statistics();
+  const memory_usage usage = state_->on->usage(memory_location::on(state_->device));
+  const auto bytes = [](const pool_statistic& of) {
+    return static_cast<std::size_t>(of.all.current);
+  };
+  const auto host = static_cast<std::size_t>(now.host_tier_bytes);
+  const std::size_t reserved = bytes(now.reserved_bytes) - host;
+  const std::size_t used = usage.total_bytes - usage.free_bytes;
+  return {.total_bytes = usage.total_bytes,
+          .free_bytes = usage.free_bytes,
+          .allocated_bytes = bytes(now.allocated_bytes),
+          .active_bytes = bytes(now.active_bytes),
+          .requested_bytes = bytes(now.requested_bytes),
+          .reserved_bytes = reserved,
+          .mapped_bytes = static_cast<std::size_t>(now.mapped_bytes),
+          .host_tier_bytes = host,
+          .outside_bytes = used - std::min(used, reserved)};
+}
+
+std::string memory_report::text() const {
+  return fmt::format(
+      "device: {} of {} free, {} in use outside this allocator\n"
+      "held: {} on the device, {} in host memory, {} mapped\n"
+      "live: {} allocated ({} asked for), {} active",
+      format_bytes(free_bytes), format_bytes(total_bytes), format_bytes(outside_bytes),
+      format_bytes(reserved_bytes), format_bytes(host_tier_bytes), format_bytes(mapped_bytes),
+      format_bytes(allocated_bytes), format_bytes(requested_bytes), format_bytes(active_bytes));
+}
+
+std::size_t caching_allocator::empty_cache(std::optional<pool_id> pool) {
+  state& s = *state_;
+  if (s.other) return s.other->empty_cache();
+  const std::lock_guard lock(s.slow);
+  const pool_record* const only = pool ? &s.pool(*pool) : nullptr;
+  for (arena* one : s.all_arenas) {
+    if (only != nullptr && &one->pool() != only) continue;
+    while (s.captures == 0 && s.wait_for_event(*one)) {
+    }
+  }
+  const std::size_t given = s.give_back(static_cast<std::size_t>(-1), only);
+  std::vector<pool_record*> unused;
+  for (const auto& [its, one] : s.pools) {
+    if (one->users == 0) unused.push_back(one.get());
+  }
+  for (pool_record* one : unused) s.drop_if_unused(*one);
+  return given;
+}
+
+// --- settings ----------------------------------------------------------------------------------
+
+void caching_allocator::set_memory_fraction(double fraction) {
+  if (!(fraction >= 0 && fraction <= 1)) {
+    throw invalid_argument(fmt::format("the memory fraction is {}, not in [0, 1]", fraction));
+  }
+  const std::lock_guard lock(state_->slow);
+  allocator_options next = state_->options.now();
+  next.per_process_memory_fraction = fraction;
+  state_->options.set(next);
+}
+
+double caching_allocator::memory_fraction() const {
+  return state_->options.now().per_process_memory_fraction;
+}
+
+allocator_options caching_allocator::options() const {
+  return state_->options.now();
+}
+
+void caching_allocator::configure(std::string_view text) {
+  const std::lock_guard lock(state_->slow);
+  const allocator_options& now = state_->options.now();
+  const allocator_options next = parse_options(text, now);
+  if (next.backend != now.backend) {
+    throw invalid_argument("the backend of an allocator cannot change",
+                           "set it before the allocator is made");
+  }
+  if (next.min_block != now.min_block || next.small_limit != now.small_limit) {
+    throw invalid_argument("min_block_size and small_limit_kb of an allocator cannot change",
+                           "set them before the allocator is made");
+  }
+  state_->options.set(next);
+}
+
+std::vector<expandable_size> caching_allocator::expandable_sizes() const {
+  const std::lock_guard lock(state_->slow);
+  return state_->supply.sizes();
+}
+
+void caching_allocator::set_stream_class(native_stream stream, const std::string& name) {
+  const std::lock_guard lock(state_->slow);
+  state_->stream_classes[stream] = name;
+}
+
+void caching_allocator::enable_peer(device_id peer) {
+  state& s = *state_;
+  if (peer == s.device) return;
+  const std::lock_guard lock(s.slow);
+  s.supply.enable_peer(peer);
+}
+
+// --- history -----------------------------------------------------------------------------------
+
+void caching_allocator::record_history(const history_options& options) {
+  state_->happened.configure(options);
+}
+
+void caching_allocator::annotate(std::vector<std::pair<std::string, std::string>> values) {
+  state_->happened.annotate(std::move(values));
+}
+
+void caching_allocator::push_compile_context(std::string text) {
+  thread_notes::mine().compile_contexts.push_back(
+      std::make_shared<const std::string>(std::move(text)));
+}
+
+void caching_allocator::pop_compile_context() {
+  auto& contexts = thread_notes::mine().compile_contexts;
+  if (contexts.empty()) throw invalid_argument("there is no compile context to pop");
+  contexts.pop_back();
+}
+
+void caching_allocator::set_user_metadata(std::string text) {
+  thread_notes::mine().user_metadata =
+      text.empty() ? nullptr : std::make_shared<const std::string>(std::move(text));
+}
+
+allocator_snapshot caching_allocator::snapshot(std::optional<pool_id> pool, bool traces) const {
+  state& s = *state_;
+  const std::lock_guard lock(s.slow);
+  allocator_snapshot all;
+  const pool_record* const only = pool ? &s.pool(*pool) : nullptr;
+  for (arena* one : s.all_arenas) {
+    if (only != nullptr && &one->pool() != only) continue;
+    const std::lock_guard held(one->guard());
+    one->merge_recent();
+    for (const segment_record* segment : one->segments) {
+      segment_snapshot* run = nullptr;  // of addresses with memory behind them
+      for (const block* b = segment->first; b != nullptr; b = b->after) {
+        if (b->use == block_use::hole) {
+          run = nullptr;
+          continue;
+        }
+        if (run == nullptr) {
+          run = &all.segments.emplace_back();
+          run->device = s.device.value;
+          run->at = b->at;
+          run->stream = one->stream();
+          run->large = one->kind() == size_class::large;
+          run->pool = number_of(one->pool().id);
+          run->expandable = segment->expandable();
+          const span_record* const span =
+              segment->expandable() ? segment->range->span_at(b->at) : nullptr;
+          run->where = span != nullptr              ? span->what.where()
+                       : segment->memory != nullptr ? segment->memory->where()
+                                                    : tier::device;
+        }
+        const bool live = b->use == block_use::allocated;
+        const bool active = live || b->use == block_use::pending;
+        run->total_bytes += b->bytes;
+        if (live) run->allocated_bytes += b->bytes;
+        if (active) run->active_bytes += b->bytes;
+        if (active) run->requested_bytes += b->requested;
+        run->blocks.push_back(
+            {.at = b->at,
+             .bytes = b->bytes,
+             .requested_bytes = b->requested,
+             .state = live     ? block_state::active_allocated
+                      : active ? block_state::active_pending_free
+                               : block_state::inactive,
+             .frames = b->stack ? b->stack->resolve() : std::vector<stack_frame>()});
+      }
+    }
+  }
+  std::sort(all.segments.begin(), all.segments.end(),
+            [](const auto& a, const auto& b) { return a.at < b.at; });
+  all.device_traces.resize(static_cast<std::size_t>(s.device.value) + 1);
+  if (traces) all.device_traces.back() = s.happened.entries();
+  all.external_annotations = s.happened.annotations();
+  const allocator_options& now = s.options.now();
+  const auto text = [](bool value) { return std::string(value ? "True" : "False"); };
+  all.settings = {
+      {"PYTORCH_CUDA_ALLOC_CONF", to_string(now)},
+      {"max_split_size",
+       std::to_string(now.max_split_size ? static_cast<std::int64_t>(*now.max_split_size) : -1)},
+      {"garbage_collection_threshold", fmt::format("{}", now.garbage_collection_threshold)},
+      {"expandable_segments", text(now.expandable_segments)},
+      {"pinned_num_register_threads", std::to_string(now.pinned.register_threads)},
+      {"release_lock_on_cudamalloc", text(now.release_lock_on_device_alloc)},
+      {"pinned_use_cuda_host_register", text(now.pinned.use_host_register)},
+      {"graph_capture_record_stream_reuse", text(now.graph_capture_record_stream_reuse)},
+  };
+  return all;
+}
+
+caching_allocator::subscription caching_allocator::on_out_of_memory(
+    std::function<void(const oom_report&)> observer) {
+  auto kept = std::make_shared<std::function<void(const oom_report&)>>(std::move(observer));
+  const std::lock_guard lock(state_->observers_guard);
+  state_->oom_observers.push_back(kept);
+  return kept;
+}
+
+caching_allocator::subscription caching_allocator::on_trace(
+    std::function<void(const trace_entry&)> observer) {
+  return state_->happened.listen(std::move(observer));
+}
+
+caching_allocator::subscription caching_allocator::on_shortage(std::function<bool()> callback) {
+  auto kept = std::make_shared<std::function<bool()>>(std::move(callback));
+  const std::lock_guard lock(state_->observers_guard);
+  state_->shortage_callbacks.push_back(kept);
+  return kept;
+}
+
+// --- invariants --------------------------------------------------------------------------------
+
+void caching_allocator::check_invariants() const {
+  state& s = *state_;
+  const std::lock_guard lock(s.slow);
+  const auto require = [](bool holds, const char* what) {
+    if (!holds) throw std::logic_error(what);
+  };
+  for (arena* one : s.all_arenas) {
+    const std::lock_guard held(one->guard());
+    std::size_t free = 0, recent = 0, live = 0;
+    std::int64_t live_bytes = 0;
+    for (const segment_record* segment : one->segments) {
+      address next = segment->base;
+      const block* last = nullptr;
+      for (const block* b = segment->first; b != nullptr; last = b, b = b->after) {
+        require(b->at == next, "blocks of a segment leave a gap or overlap");
+        require(b->bytes > 0 && b->before == last && b->in == segment, "a block's links are wrong");
+        require(one->find(b->at) == b, "a block is not in its arena's table");
+        require(last == nullptr || last->use != b->use ||
+                    (b->use != block_use::free && b->use != block_use::hole),
+                "free neighbours were not merged");
+        if (segment->expandable()) {
+          const expandable_range& range = *segment->range;
+          for (address at = range.round_down(b->at); at < b->at + b->bytes; at += range.granule()) {
+            const span_record* const span = range.span_at(at);
+            const bool backed = span != nullptr && span->home();
+            require(backed == (b->use != block_use::hole) || at < b->at,
+                    "a block without memory, or memory without a block");
+          }
+        }
+        free += b->use == block_use::free;
+        recent += b->use == block_use::recent;
+        if (b->use == block_use::allocated) {
+          ++live;
+          live_bytes += static_cast<std::int64_t>(b->bytes);
+        }
+        next += b->bytes;
+      }
+      require(next == segment->base + segment->bytes, "blocks do not cover their segment");
+    }
+    require(free == one->free_blocks().count(), "the index of free blocks has another count");
+    require(recent == one->recent_count(), "the lists of recent blocks have another count");
+    require(static_cast<std::int64_t>(live) == one->account().allocated_count() &&
+                live_bytes == one->account().allocated_bytes(),
+            "the statistics of an arena are wrong");
+  }
+}
+
+}  // namespace evmm
