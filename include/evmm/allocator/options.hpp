@@ -58,7 +58,7 @@ struct pinned_options {
   /// Requests up to this size are rounded up to a power of two. PyTorch does so without limit,
   /// which wastes up to half; the default here is not to.
   std::size_t max_round_threshold = 0;
-  std::optional<std::size_t> max_cached_size;  ///< larger blocks are given back when freed
+  std::optional<std::size_t> max_cached_size = {};  ///< larger blocks are given back when freed
   bool free_catch_all = false;    ///< errors while giving memory back are logged, not thrown
   host_placement placement = {};  ///< the NUMA node; nearest to the device by default
   friend bool operator==(const pinned_options&, const pinned_options&) = default;
