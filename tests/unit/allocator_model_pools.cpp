@@ -101,29 +101,46 @@ void allocator_model::capture() {
 
   captured_graph made = {.work = nullptr, .stream = stream, .pool = number};
   const native_event event = gates_->create_event(device_id{0});
+  // Used on the other stream since that was last joined: not to be handed out again before.
+  std::vector<live_block> used;
+  std::vector<live_block> used_and_freed;
+  const auto join = [&] {
+    gates_->record(event, forked);
+    gates_->wait(stream, event);
+    used.clear();
+    used_and_freed.clear();
+  };
   for (std::size_t n = 2 + random_.below(10); n > 0; --n) {
     const auto block = allocate_block(1 + random_.below(3_MiB), stream, true);
     if (!block) break;
     oracle_.keep(number, *block);
-    if (random_.one_in(3)) {
-      // To another stream and back.
+    for (const live_block& each : used_and_freed) {
+      EXPECT_TRUE(block->end() <= each.begin() || each.end() <= block->begin())
+          << "in a capture, and another stream of it still uses " << each.at;
+    }
+    if (random_.one_in(2)) {
       gates_->record(event, stream);
       gates_->wait(forked, event);
       marks_.check(*gates_, forked, block->at, block->bytes, block->tag, "in a graph, elsewhere");
       allocator_->record_stream(block->at, forked);
       oracle_.at(block->begin()).users.push_back(forked);
-      gates_->record(event, forked);
-      gates_->wait(stream, event);
+      used.push_back(*block);
+      if (random_.one_in(3)) join();
     }
     marks_.check(*gates_, stream, block->at, block->bytes, block->tag, "in a graph");
     made.left.push_back(block->at);
     if (random_.one_in(2)) {
       const std::size_t which = random_.below(made.left.size());
-      free_block(live_block(oracle_.at(reinterpret_cast<address>(made.left[which]))));
+      const live_block freed = oracle_.at(reinterpret_cast<address>(made.left[which]));
+      free_block(freed);
       made.left.erase(made.left.begin() + static_cast<std::ptrdiff_t>(which));
+      for (const live_block& each : used) {
+        if (each.at == freed.at) used_and_freed.push_back(freed);
+      }
     }
     compare_often();
   }
+  if (!used.empty()) join();
   made.work = host_->end_capture(stream);
   allocator_->end_capture(id);
   end_route(number);
