@@ -92,8 +92,8 @@ class pinned_host_allocator {
   /// Null is ignored. Records an event on each stream that was told; those streams must exist. A
   /// stream that is being captured counts as busy until its capture has ended: the memory of a
   /// graph must be kept by whoever keeps the graph. Memory above max_cached_size goes back when all
-  /// streams are past it; should the driver refuse, that is logged and it stays cached. Throws invalid_argument naming a pointer that
-  /// is not a live allocation, and what recording throws.
+  /// streams are past it; should the driver refuse, that is logged and it stays cached. Throws
+  /// invalid_argument naming a pointer that is not a live allocation, and what recording throws.
   void free(void* at);
   /// A stream of `device` (the allocator's own unless named) uses the allocation that holds `at`.
   /// False, without an effect, for memory that is not a live allocation of this allocator.
