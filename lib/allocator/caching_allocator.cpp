@@ -31,15 +31,26 @@ address as_address(const void* at) noexcept {
 
 }  // namespace
 
-// Direct-mapped by stream. A forked child forgets it, so that its first request is refused.
+namespace {
+
+constexpr int entry_bits = 3;
+[[gnu::tls_model("initial-exec")]] thread_local constinit caching_allocator::state::thread_entry
+    last_found[1 << entry_bits] = {};
+
+/// A forked child forgets what its parent's thread found, so that its first request is refused.
+void forget_at_fork() {
+  [[maybe_unused]] static const int watched = pthread_atfork(nullptr, nullptr, [] {
+    for (auto& entry : last_found) entry.allocator = 0;
+  });
+}
+
+}  // namespace
+
+// Direct-mapped by stream.
 caching_allocator::state::thread_entry& caching_allocator::state::thread_entry::of(
     native_stream stream) noexcept {
-  constexpr int bits = 3;
-  [[gnu::tls_model("initial-exec")]] static thread_local thread_entry mine[1 << bits] = {};
-  [[maybe_unused]] static const int watched = pthread_atfork(nullptr, nullptr, [] {
-    for (thread_entry& entry : mine) entry.allocator = 0;
-  });
-  return mine[(reinterpret_cast<std::uintptr_t>(stream) * 0x9e3779b97f4a7c15u) >> (64 - bits)];
+  return last_found[(reinterpret_cast<std::uintptr_t>(stream) * 0x9e3779b97f4a7c15u) >>
+                    (64 - entry_bits)];
 }
 
 caching_allocator::state::state(std::shared_ptr<driver> driver, device_id its,
@@ -63,6 +74,7 @@ caching_allocator::state::state(std::shared_ptr<driver> driver, device_id its,
                              .pool = where.pool().id,
                              .stack = happened.wants_stack(action) ? call_stack::here() : nullptr});
           }) {
+  forget_at_fork();
   auto first = std::make_unique<pool_record>();
   first->expandable = wanted.expandable_segments;
   pools.emplace(pool_id{}, std::move(first));

@@ -28,21 +28,20 @@ class ledger_account {
   /// Returns true when headroom has run out: the caller lets go of the arena's lock and calls
   /// ledger::settle before anything else happens.
   [[nodiscard]] bool allocate(std::size_t bytes, std::size_t requested) noexcept {
-    const lanes change{1, as_signed(bytes), as_signed(requested), 1, as_signed(bytes)};
-    std::int64_t sign = 0;
-    for (std::size_t i = 0; i < totals; ++i) {
-      current_[i] += change[i];
-      total_[i] += change[i];
-    }
-    for (std::size_t i = 0; i < lane_count; ++i) sign |= (room_all_[i] -= change[i]);
-    for (std::size_t i = 0; i < lane_count; ++i) sign |= (room_class_[i] -= change[i]);
-    return sign < 0;
+    const std::int64_t size = as_signed(bytes);
+    const std::int64_t asked = as_signed(requested);
+    ++total_[0];
+    total_[1] += size;
+    total_[2] += asked;
+    move(current_, 1, size, asked);
+    return (take(room_all_, size, asked) | take(room_class_, size, asked)) < 0;
   }
   void free(std::size_t bytes, std::size_t requested) noexcept {
-    const lanes change{1, as_signed(bytes), as_signed(requested), 1, as_signed(bytes)};
-    for (std::size_t i = 0; i < totals; ++i) current_[i] -= change[i];
-    for (std::size_t i = 0; i < lane_count; ++i) room_all_[i] += change[i];
-    for (std::size_t i = 0; i < lane_count; ++i) room_class_[i] += change[i];
+    const std::int64_t size = as_signed(bytes);
+    const std::int64_t asked = as_signed(requested);
+    move(current_, -1, -size, -asked);
+    take(room_all_, -size, -asked, -1);
+    take(room_class_, -size, -asked, -1);
   }
   /// A freed block that other streams still use: no longer allocated, still active.
   void defer(std::size_t bytes, std::size_t requested) noexcept;
@@ -59,6 +58,19 @@ class ledger_account {
   static constexpr std::size_t totals = 3;
   using lanes = std::array<std::int64_t, lane_count>;
   static std::int64_t as_signed(std::size_t n) noexcept { return static_cast<std::int64_t>(n); }
+  // Written out lane by lane: a loop over an array of changes stalls on its way to vectors.
+  static void move(std::array<std::int64_t, totals>& sums, std::int64_t count, std::int64_t size,
+                   std::int64_t asked) noexcept {
+    sums[0] += count;
+    sums[1] += size;
+    sums[2] += asked;
+  }
+  /// Negative when a lane of `room` has become so.
+  static std::int64_t take(lanes& room, std::int64_t size, std::int64_t asked,
+                           std::int64_t count = 1) noexcept {
+    return (room[0] -= count) | (room[1] -= size) | (room[2] -= asked) | (room[3] -= count) |
+           (room[4] -= size);
+  }
 
   std::array<std::int64_t, totals> current_{};
   std::array<std::int64_t, totals> total_{};

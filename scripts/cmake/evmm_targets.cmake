@@ -2,6 +2,8 @@
 # Flags that everything shares, and short ways to declare libraries and programs.
 
 add_library(evmm_flags INTERFACE)
+# Nobody replaces our functions by preloading others: they may be inlined though they are exported.
+target_compile_options(evmm_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fno-semantic-interposition>)
 set(evmm_warnings -Wall -Wextra)
 if(CMAKE_CXX_COMPILER_ID STREQUAL GNU AND CMAKE_CXX_COMPILER_VERSION VERSION_GREATER_EQUAL 13)
   # GCC 13 sees overflows in the inlined buffers of fmt and std::vector that are not there.
