@@ -110,7 +110,9 @@ class panel {
       text(k_left - 8, y + 4, format_bytes(at), R"(text-anchor="end")");
     }
     const double events = round_step(static_cast<double>(curve_.events), 8);
-    for (double at = 0; at <= static_cast<double>(curve_.events); at += events) {
+    const auto last = static_cast<int>(static_cast<double>(curve_.events) / events);
+    for (int i = 0; i <= last; ++i) {
+      const double at = events * i;
       rule(x_of(at), y_, x_of(at), y_ + k_plot_height);
       text(x_of(at), y_ + k_plot_height + 18, fmt::format("{:.0f}", at), R"(text-anchor="middle")");
     }

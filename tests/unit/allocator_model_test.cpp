@@ -15,6 +15,7 @@
 
 namespace evmm::test {
 
+// NOLINTNEXTLINE(readability-identifier-naming): GoogleTest's name
 void PrintTo(const model_case& each, std::ostream* out) {
   *out << each.name;
 }
