@@ -130,10 +130,12 @@ struct caching_allocator::state {
   int captures = 0;  ///< of all pools
 
   mutable std::shared_mutex arenas_guard;  ///< a leaf: the table below and the routes
+  std::map<std::pair<pool_id, native_stream>, std::unique_ptr<ledger_account>> accounts;
   std::map<std::tuple<pool_id, native_stream, size_class>, std::unique_ptr<arena>> arenas;
   std::vector<arena*> all_arenas;
   std::vector<route> routes;
   /// Of pools that are gone: a thread may still look at one before it finds that out.
+  std::vector<std::unique_ptr<ledger_account>> retired_accounts;
   std::vector<std::unique_ptr<arena>> retired_arenas;
   std::vector<std::unique_ptr<pool_record>> pools_gone;
   std::map<native_stream, std::string> stream_classes;

@@ -11,9 +11,9 @@ namespace {
 constexpr std::size_t most_recent_small = 512;
 }  // namespace
 
-arena::arena(pool_record& pool, native_stream stream, size_class kind, const size_rules& rules,
-             const std::atomic<std::uint64_t>& clock)
-    : account_(kind, guard_),
+arena::arena(pool_record& pool, native_stream stream, size_class kind, ledger_account& account,
+             const size_rules& rules, const std::atomic<std::uint64_t>& clock)
+    : account_(account),
       pool_(pool),
       stream_(stream),
       kind_(kind),

@@ -43,15 +43,16 @@ struct segment_record {
 class arena {
  public:
   /// `clock` ticks with the allocator's slow requests and dates free blocks.
-  arena(pool_record& pool, native_stream stream, size_class kind, const size_rules& rules,
-        const std::atomic<std::uint64_t>& clock);
+  /// `account` is shared by the two arenas of a pool and stream, and so is its lock.
+  arena(pool_record& pool, native_stream stream, size_class kind, ledger_account& account,
+        const size_rules& rules, const std::atomic<std::uint64_t>& clock);
   arena(const arena&) = delete;
   arena& operator=(const arena&) = delete;
 
   pool_record& pool() const noexcept { return pool_; }
   native_stream stream() const noexcept { return stream_; }
   size_class kind() const noexcept { return kind_; }
-  spin_lock& guard() const noexcept { return guard_; }
+  spin_lock& guard() const noexcept { return account_.guard(); }
 
   // --- requests (under guard()) ---------------------------------------------------------------
 
@@ -110,8 +111,9 @@ class arena {
   block* holes() const noexcept { return holes_; }
   std::size_t recent_count() const noexcept { return recent_count_; }
 
-  ledger_account& account() noexcept { return account_; }
-  const ledger_account& account() const noexcept { return account_; }
+  ledger_account& account() const noexcept { return account_; }
+  std::int64_t allocated_count() const noexcept { return account_.allocated_count(kind_); }
+  std::int64_t allocated_bytes() const noexcept { return account_.allocated_bytes(kind_); }
 
   std::vector<segment_record*> segments;     ///< under the allocator's lock as well
   std::unique_ptr<deferred_frees> deferred;  ///< under guard(); null until one is
@@ -138,10 +140,9 @@ class arena {
   void insert_hole(block* empty) noexcept;
   void erase_hole(block* filled) noexcept;
 
-  mutable spin_lock guard_;
   std::size_t recent_count_ = 0;
   std::array<recent_list, std::size_t{1} << recent_bits> recent_{};
-  ledger_account account_;
+  ledger_account& account_;
   block_table table_;
   free_index free_;
   block* holes_ = nullptr;

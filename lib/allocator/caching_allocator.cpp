@@ -83,7 +83,7 @@ caching_allocator::state::state(std::shared_ptr<driver> driver, device_id its,
 caching_allocator::state::~state() {
   std::size_t live = 0;
   for (arena* one : all_arenas) {
-    live += static_cast<std::size_t>(one->account().allocated_count());
+    live += static_cast<std::size_t>(one->allocated_count());
     log_failure("waiting for a stream before its memory goes", [&] {
       if (!capturing(one->stream())) on->synchronize(one->stream());
     });
@@ -134,11 +134,15 @@ arena& caching_allocator::state::find_arena(native_stream stream, size_class kin
     const std::unique_lock lock(arenas_guard);
     if (!look_up()) {
       all_arenas.reserve(all_arenas.size() + 2);
+      auto& account = accounts[{to, stream}];
+      if (account == nullptr) {
+        account = std::make_unique<ledger_account>();
+        books.add(*account);
+      }
       for (const size_class one : {size_class::small, size_class::large}) {
         auto& place = arenas[{to, stream, one}];
         if (place != nullptr) continue;
-        place = std::make_unique<arena>(owner, stream, one, rules, clock);
-        books.add(place->account());
+        place = std::make_unique<arena>(owner, stream, one, *account, rules, clock);
         all_arenas.push_back(place.get());
         owner.arenas.push_back(place.get());
       }
@@ -168,7 +172,7 @@ void caching_allocator::state::note(trace_action action, const arena& where,
 void* caching_allocator::state::hand_out(arena& from, block& taken, std::size_t bytes,
                                          std::unique_lock<spin_lock>& held) {
   taken.requested = bytes;
-  const bool at_peak = from.account().allocate(taken.bytes, bytes);
+  const bool at_peak = from.account().allocate(from.kind(), taken.bytes, bytes);
   if (happened.wanted()) {
     taken.stack = happened.wants_stack(trace_action::alloc) ? call_stack::here() : nullptr;
     note(trace_action::alloc, from, taken);
@@ -213,7 +217,7 @@ void* caching_allocator::allocate(std::size_t bytes, native_stream stream) {
     return s.hand_out(from, *found, bytes, held);
   }
   found->requested = bytes;
-  const bool at_peak = from.account().allocate(size, bytes);
+  const bool at_peak = from.account().allocate(from.kind(), size, bytes);
   const address at = found->at;
   from.guard().unlock();
   if (at_peak) [[unlikely]]
@@ -251,7 +255,7 @@ block* caching_allocator::state::live_block(address at, std::unique_lock<spin_lo
 
 void caching_allocator::state::complete(arena& owner, block& freed) noexcept {
   freed.other_streams.reset();
-  owner.account().complete(freed.bytes);
+  owner.account().complete(owner.kind(), freed.bytes);
   if (happened.wanted()) note(trace_action::free_completed, owner, freed);
   freed.stack.reset();
   owner.put(&freed);
@@ -288,7 +292,7 @@ void caching_allocator::state::defer(arena& owner, block& freed,
       const auto used = events.record(stream);
       on->wait(owner.stream(), used.get());
     }
-    owner.account().free(freed.bytes, freed.requested);
+    owner.account().free(owner.kind(), freed.bytes, freed.requested);
     freed.other_streams.reset();
     if (happened.wanted()) note(trace_action::free_completed, owner, freed);
     freed.stack.reset();
@@ -297,7 +301,7 @@ void caching_allocator::state::defer(arena& owner, block& freed,
   } else {
     owner.deferred->add(&freed, events);
   }
-  owner.account().defer(freed.bytes, freed.requested);
+  owner.account().defer(owner.kind(), freed.bytes, freed.requested);
   freed.use = block_use::pending;
   held.unlock();
 }
@@ -321,7 +325,7 @@ void caching_allocator::state::free(address at) {
     defer(owner, *freed, held);
     return;
   }
-  owner.account().free(freed->bytes, freed->requested);
+  owner.account().free(owner.kind(), freed->bytes, freed->requested);
   if (happened.wanted()) note(trace_action::free_completed, owner, *freed);
   freed->stack.reset();
   owner.put(freed);
@@ -344,7 +348,7 @@ void caching_allocator::free(void* pointer) {
     owner.guard().unlock();
     return s.free(at);
   }
-  owner.account().free(freed->bytes, freed->requested);
+  owner.account().free(owner.kind(), freed->bytes, freed->requested);
   owner.put(freed);
   owner.guard().unlock();
 }

@@ -11,21 +11,23 @@ constexpr std::size_t k_count = 0, k_bytes = 1, k_requested = 2, k_active_count 
                       k_active_bytes = 4;
 }  // namespace
 
-void ledger_account::defer(std::size_t bytes, std::size_t requested) noexcept {
-  const lanes change{1, as_signed(bytes), as_signed(requested), 0, 0};
+void ledger_account::defer(size_class kind, std::size_t bytes, std::size_t requested) noexcept {
+  part& own = parts_[static_cast<std::size_t>(kind)];
+  const std::int64_t change[totals] = {1, as_signed(bytes), as_signed(requested)};
   for (std::size_t i = 0; i < totals; ++i) {
-    current_[i] -= change[i];
-    room_all_[i] += change[i];
-    room_class_[i] += change[i];
+    own.current[i] -= change[i];
+    own.room[i] += change[i];
+    room_[i] += change[i];
   }
-  ++pending_count_;
-  pending_bytes_ += as_signed(bytes);
+  ++own.pending_count;
+  own.pending_bytes += as_signed(bytes);
 }
 
-void ledger_account::complete(std::size_t bytes) noexcept {
-  --pending_count_;
-  pending_bytes_ -= as_signed(bytes);
-  for (lanes* room : {&room_all_, &room_class_}) {
+void ledger_account::complete(size_class kind, std::size_t bytes) noexcept {
+  part& own = parts_[static_cast<std::size_t>(kind)];
+  --own.pending_count;
+  own.pending_bytes -= as_signed(bytes);
+  for (lanes* room : {&room_, &own.room}) {
     (*room)[k_active_count] += 1;
     (*room)[k_active_bytes] += as_signed(bytes);
   }
@@ -39,84 +41,87 @@ void ledger::add(ledger_account& account) {
 void ledger::remove(ledger_account& account) {
   const std::lock_guard lock(guard_);
   std::erase(accounts_, &account);
-  add_to(gone_[all], account);
-  add_to(gone_[account.kind_ == size_class::small ? small : large], account);
+  add_to(gone_, account);
   for (std::size_t i = 0; i < ledger_account::lane_count; ++i) {
-    spare_[all][i] += account.room_all_[i];
-    spare_[account.kind_ == size_class::small ? small : large][i] += account.room_class_[i];
+    spare_[all][i] += account.room_[i];
+    spare_[small][i] += account.parts_[0].room[i];
+    spare_[large][i] += account.parts_[1].room[i];
   }
 }
 
 void ledger::settle(ledger_account& asker) {
   const std::lock_guard lock(guard_);
-  const which own = asker.kind_ == size_class::small ? small : large;
-  lanes taken_all = std::exchange(spare_[all], {});
-  lanes taken_class = std::exchange(spare_[own], {});
-  const auto lacks = [&](const lanes& room, const lanes& taken) {
-    for (std::size_t i = 0; i < room.size(); ++i) {
-      if (room[i] + taken[i] < 0) return true;
+  const auto rooms = [](ledger_account& of) {
+    return std::array<lanes*, levels>{&of.room_, &of.parts_[0].room, &of.parts_[1].room};
+  };
+  std::array<lanes, levels> taken = std::exchange(spare_, {});
+  std::array<lanes, levels> had;
+  {
+    const std::lock_guard mine(asker.guard_);
+    for (std::size_t i = 0; i < levels; ++i) had[i] = *rooms(asker)[i];
+  }
+  const auto lacks = [&] {
+    for (std::size_t i = 0; i < levels; ++i) {
+      for (std::size_t lane = 0; lane < ledger_account::lane_count; ++lane) {
+        if (had[i][lane] + taken[i][lane] < 0) return true;
+      }
     }
     return false;
   };
-  lanes room_all;
-  lanes room_class;
-  {
-    const std::lock_guard mine(asker.guard_);
-    room_all = asker.room_all_;
-    room_class = asker.room_class_;
-  }
   // First half of what the others have, then, when that is not enough, the rest.
-  for (const int keep : {2, 1}) {
+  for (const bool half : {true, false}) {
     for (ledger_account* other : accounts_) {
       if (other == &asker) continue;
       const std::lock_guard theirs(other->guard_);
-      const auto take = [&](lanes& from, lanes& to) {
-        for (std::size_t i = 0; i < from.size(); ++i) {
+      for (std::size_t i = 0; i < levels; ++i) {
+        lanes& from = *rooms(*other)[i];
+        for (std::size_t lane = 0; lane < ledger_account::lane_count; ++lane) {
           // A negative room belongs to a thread that is on its way here: it is a debt to take over
           // only when there is no other room.
-          const std::int64_t part = keep == 2 ? std::max<std::int64_t>(from[i], 0) / 2 : from[i];
-          from[i] -= part;
-          to[i] += part;
+          const std::int64_t part = half ? std::max<std::int64_t>(from[lane], 0) / 2 : from[lane];
+          from[lane] -= part;
+          taken[i][lane] += part;
         }
-      };
-      take(other->room_all_, taken_all);
-      if (other->kind_ == asker.kind_) take(other->room_class_, taken_class);
-    }
-    if (!lacks(room_all, taken_all) && !lacks(room_class, taken_class)) break;
-  }
-  const std::lock_guard mine(asker.guard_);
-  const auto give = [](lanes& room, const lanes& taken, lanes& peak) {
-    for (std::size_t i = 0; i < room.size(); ++i) {
-      room[i] += taken[i];
-      if (room[i] < 0) {
-        peak[i] -= room[i];
-        room[i] = 0;
       }
     }
-  };
-  give(asker.room_all_, taken_all, levels_[all].peak);
-  give(asker.room_class_, taken_class, levels_[own].peak);
+    if (!lacks()) break;
+  }
+  const std::lock_guard mine(asker.guard_);
+  for (std::size_t i = 0; i < levels; ++i) {
+    lanes& room = *rooms(asker)[i];
+    for (std::size_t lane = 0; lane < ledger_account::lane_count; ++lane) {
+      room[lane] += taken[i][lane];
+      if (room[lane] < 0) {
+        levels_[i].peak[lane] -= room[lane];
+        room[lane] = 0;
+      }
+    }
+  }
 }
 
-void ledger::add_to(sums& to, const ledger_account& account) {
-  const auto active = [](lanes& into,
-                         const std::array<std::int64_t, ledger_account::totals>& from) {
+void ledger::add_to(std::array<sums, levels>& to, const ledger_account& account) {
+  const auto add = [](lanes& into,
+                      const std::array<std::int64_t, ledger_account::totals>& from) {
     for (std::size_t i = 0; i < from.size(); ++i) into[i] += from[i];
     into[k_active_count] += from[k_count];
     into[k_active_bytes] += from[k_bytes];
   };
-  active(to.current, account.current_);
-  active(to.total, account.total_);
-  to.current[k_active_count] += account.pending_count_;
-  to.current[k_active_bytes] += account.pending_bytes_;
+  for (const auto& [level, kind] : {std::pair{small, 0}, std::pair{large, 1}}) {
+    const ledger_account::part& part = account.parts_[static_cast<std::size_t>(kind)];
+    for (sums* into : {&to[all], &to[level]}) {
+      add(into->current, part.current);
+      add(into->total, part.total);
+      into->current[k_active_count] += part.pending_count;
+      into->current[k_active_bytes] += part.pending_bytes;
+    }
+  }
 }
 
 std::array<ledger::sums, ledger::levels> ledger::add_up() const {
   std::array<sums, levels> all_sums = gone_;
   for (ledger_account* account : accounts_) {
     const std::lock_guard theirs(account->guard_);
-    add_to(all_sums[all], *account);
-    add_to(all_sums[account->kind_ == size_class::small ? small : large], *account);
+    add_to(all_sums, *account);
   }
   return all_sums;
 }
@@ -125,8 +130,8 @@ void ledger::reset_peaks() {
   const std::lock_guard lock(guard_);
   for (ledger_account* account : accounts_) {
     const std::lock_guard theirs(account->guard_);
-    account->room_all_ = {};
-    account->room_class_ = {};
+    account->room_ = {};
+    for (auto& part : account->parts_) part.room = {};
   }
   spare_ = {};
   const auto now = add_up();

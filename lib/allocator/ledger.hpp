@@ -14,42 +14,47 @@
 
 namespace [[gnu::visibility("default")]] evmm {
 
-/// What one arena has handed out, and its share of the room below the peaks.
+/// What the arenas of one stream and pool have handed out, their share of the room below the peaks,
+/// and their lock.
 ///
-/// A peak over all arenas would have every allocation of every stream write one shared counter.
-/// Instead each account holds headroom: by how much it may grow before some peak could be passed.
-/// The headrooms of all accounts and the room below the peak are the same amount, always, so peaks
-/// are exact. An account that runs out takes from the others, and only when they have none either
-/// has the peak been reached: then it is raised. Everything here is under the arena's lock.
+/// A peak over all streams would have every allocation write one shared counter. Instead each
+/// account holds headroom: by how much it may grow before some peak could be passed. The
+/// headrooms of all accounts and the room below the peak are the same amount, always, so peaks are
+/// exact. An account that runs out takes from the others, and only when they have none either has
+/// the peak been reached: then it is raised. Everything here is under guard().
 class ledger_account {
  public:
-  ledger_account(size_class kind, spin_lock& guard) : kind_(kind), guard_(guard) {}
+  spin_lock& guard() const noexcept { return guard_; }
 
-  /// Returns true when headroom has run out: the caller lets go of the arena's lock and calls
+  /// Returns true when headroom has run out: the caller lets go of the lock and calls
   /// ledger::settle before anything else happens.
-  [[nodiscard]] bool allocate(std::size_t bytes, std::size_t requested) noexcept {
+  [[nodiscard]] bool allocate(size_class kind, std::size_t bytes,
+                              std::size_t requested) noexcept {
     const std::int64_t size = as_signed(bytes);
     const std::int64_t asked = as_signed(requested);
-    ++total_[0];
-    total_[1] += size;
-    total_[2] += asked;
-    move(current_, 1, size, asked);
-    return (take(room_all_, size, asked) | take(room_class_, size, asked)) < 0;
+    part& own = parts_[static_cast<std::size_t>(kind)];
+    move(own.total, 1, size, asked);
+    move(own.current, 1, size, asked);
+    return (take(room_, size, asked) | take(own.room, size, asked)) < 0;
   }
-  void free(std::size_t bytes, std::size_t requested) noexcept {
+  void free(size_class kind, std::size_t bytes, std::size_t requested) noexcept {
     const std::int64_t size = as_signed(bytes);
     const std::int64_t asked = as_signed(requested);
-    move(current_, -1, -size, -asked);
-    take(room_all_, -size, -asked, -1);
-    take(room_class_, -size, -asked, -1);
+    part& own = parts_[static_cast<std::size_t>(kind)];
+    move(own.current, -1, -size, -asked);
+    take(room_, -size, -asked, -1);
+    take(own.room, -size, -asked, -1);
   }
   /// A freed block that other streams still use: no longer allocated, still active.
-  void defer(std::size_t bytes, std::size_t requested) noexcept;
-  void complete(std::size_t bytes) noexcept;
+  void defer(size_class kind, std::size_t bytes, std::size_t requested) noexcept;
+  void complete(size_class kind, std::size_t bytes) noexcept;
 
-  size_class kind() const noexcept { return kind_; }
-  std::int64_t allocated_bytes() const noexcept { return current_[1]; }
-  std::int64_t allocated_count() const noexcept { return current_[0]; }
+  std::int64_t allocated_bytes(size_class kind) const noexcept {
+    return parts_[static_cast<std::size_t>(kind)].current[1];
+  }
+  std::int64_t allocated_count(size_class kind) const noexcept {
+    return parts_[static_cast<std::size_t>(kind)].current[0];
+  }
 
  private:
   friend class ledger;
@@ -57,6 +62,15 @@ class ledger_account {
   static constexpr std::size_t lane_count = 5;
   static constexpr std::size_t totals = 3;
   using lanes = std::array<std::int64_t, lane_count>;
+  /// Of small or of large blocks.
+  struct part {
+    std::array<std::int64_t, totals> current{};
+    std::array<std::int64_t, totals> total{};
+    lanes room{};
+    std::int64_t pending_count = 0;
+    std::int64_t pending_bytes = 0;
+  };
+
   static std::int64_t as_signed(std::size_t n) noexcept { return static_cast<std::int64_t>(n); }
   // Written out lane by lane: a loop over an array of changes stalls on its way to vectors.
   static void move(std::array<std::int64_t, totals>& sums, std::int64_t count, std::int64_t size,
@@ -72,14 +86,9 @@ class ledger_account {
            (room[4] -= size);
   }
 
-  std::array<std::int64_t, totals> current_{};
-  std::array<std::int64_t, totals> total_{};
-  lanes room_all_{};
-  lanes room_class_{};
-  std::int64_t pending_count_ = 0;
-  std::int64_t pending_bytes_ = 0;
-  size_class kind_;
-  spin_lock& guard_;
+  mutable spin_lock guard_;
+  lanes room_{};  ///< below the peaks of all blocks
+  std::array<part, 2> parts_{};
 };
 
 /// The accounts of an allocator, and its peaks.
@@ -111,7 +120,7 @@ class ledger {
   };
   enum which : std::size_t { all, small, large, levels };
 
-  static void add_to(sums& to, const ledger_account& account);
+  static void add_to(std::array<sums, levels>& to, const ledger_account& account);
   std::array<sums, levels> add_up() const;
 
   mutable std::mutex guard_;

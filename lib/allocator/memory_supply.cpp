@@ -44,6 +44,12 @@ struct memory_supply::search {
       handle->inside = nullptr;
     }
   }
+  /// The two arenas of a stream share a lock.
+  bool has_locked(const spin_lock& guard) const noexcept {
+    return &guard == &needy.guard() ||
+           std::any_of(locks.begin(), locks.end(),
+                       [&](const auto& held) { return held.mutex() == &guard; });
+  }
   bool wants(const span_record& span) const noexcept {
     return &span.in == range && span.at() < at + bytes && span.end() > at;
   }
@@ -73,7 +79,7 @@ void memory_supply::find_takable(search& in, std::span<arena* const> all) {
     if (!giver->pool().may_give() || !giver->pool().in_tier(in.terms.where)) continue;
     if (giver->segments.empty()) continue;
     std::unique_lock<spin_lock> held;
-    if (giver != &in.needy) held = std::unique_lock(giver->guard());
+    if (!in.has_locked(giver->guard())) held = std::unique_lock(giver->guard());
     bool needs_wait = false;
     // Work on the same stream is ordered already, unless a graph takes it out of its order. The
     // stream is asked with the arena locked: what is free now was used by nothing enqueued later.

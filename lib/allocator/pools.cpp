@@ -78,7 +78,7 @@ void caching_allocator::state::drop_if_unused(pool_record& gone) {
   for (arena* one : gone.arenas) {
     const std::lock_guard held(one->guard());
     poll(*one);
-    if (one->account().allocated_count() > 0 || (one->deferred && !one->deferred->empty())) return;
+    if (one->allocated_count() > 0 || (one->deferred && !one->deferred->empty())) return;
   }
   {
     const std::shared_lock lock(arenas_guard);
@@ -89,12 +89,18 @@ void caching_allocator::state::drop_if_unused(pool_record& gone) {
   for (arena* one : gone.arenas) {
     if (!capturing(one->stream())) on->synchronize(one->stream());
   }
-  for (arena* one : gone.arenas) {
-    supply.drop(*one);
-    books.remove(one->account());
-  }
+  for (arena* one : gone.arenas) supply.drop(*one);
   const std::unique_lock lock(arenas_guard);
   route_changed();
+  for (auto at = accounts.begin(); at != accounts.end();) {
+    if (at->first.first != gone.id) {
+      ++at;
+      continue;
+    }
+    books.remove(*at->second);
+    retired_accounts.push_back(std::move(at->second));
+    at = accounts.erase(at);
+  }
   for (arena* one : gone.arenas) {
     std::erase(all_arenas, one);
     retired_arenas.push_back(std::move(arenas[{gone.id, one->stream(), one->kind()}]));

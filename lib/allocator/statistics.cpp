@@ -389,8 +389,8 @@ void caching_allocator::check_invariants() const {
     }
     require(free == one->free_blocks().count(), "the index of free blocks has another count");
     require(recent == one->recent_count(), "the lists of recent blocks have another count");
-    require(static_cast<std::int64_t>(live) == one->account().allocated_count() &&
-                live_bytes == one->account().allocated_bytes(),
+    require(static_cast<std::int64_t>(live) == one->allocated_count() &&
+                live_bytes == one->allocated_bytes(),
             "the statistics of an arena are wrong");
   }
 }
