@@ -193,7 +193,7 @@ caching_allocator::state::taken caching_allocator::state::request(
   const std::vector<tier>& tiers = from.pool().options.tiers;
   for (const tier where : tiers) {
     supply_terms terms{.where = where,
-                       .make_up_to = live + live / 64,
+                       .make_up_to = live + live / 50,
                        .limit = where == tier::device ? limit() : k_all};
     if (where == tier::device && options.now().throw_on_device_oom) {
       const std::size_t device_free = on->usage(memory_location::on(device)).free_bytes;

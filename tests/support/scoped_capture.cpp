@@ -46,6 +46,7 @@ struct scoped_capture::host_backend final : backend {
 /// libcuda by name: tests need no CUDA header, and use the library that the driver has loaded.
 struct scoped_capture::cuda_backend final : backend {
   explicit cuda_backend(native_stream stream) : origin(stream) {
+    check("cuStreamGetCtx", origin, &context);  // refused once a capture is invalidated
     in_context([&] { check("cuStreamBeginCapture_v2", origin, 0); });
   }
   ~cuda_backend() override {
@@ -82,20 +83,20 @@ struct scoped_capture::cuda_backend final : backend {
   }
   template <class Step>
   void in_context(Step&& step) {
-    void* context = nullptr;
-    check("cuStreamGetCtx", origin, &context);
+    void* popped = nullptr;
     check("cuCtxPushCurrent_v2", context);
     try {
       step();
     } catch (...) {
-      check("cuCtxPopCurrent_v2", &context);
+      check("cuCtxPopCurrent_v2", &popped);
       throw;
     }
-    check("cuCtxPopCurrent_v2", &context);
+    check("cuCtxPopCurrent_v2", &popped);
   }
 
   void* library = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
   native_stream origin;
+  void* context = nullptr;
   bool ended = false;
   void* graph = nullptr;
   void* executable = nullptr;
