@@ -9,24 +9,24 @@ namespace {
 /// Small requests merge what was freed only when nothing fits, or when this many have gathered:
 /// they are many, and what they waste is little.
 constexpr std::size_t most_recent_small = 512;
+constexpr std::size_t records_at_once = 32;
 }  // namespace
 
 arena::arena(pool_record& pool, native_stream stream, size_class kind, ledger_account& account,
              const size_rules& rules, const std::atomic<std::uint64_t>& clock)
-    : account_(account),
-      pool_(pool),
-      stream_(stream),
-      kind_(kind),
-      rules_(rules),
-      clock_(clock) {}
+    : account_(account), pool_(pool), stream_(stream), kind_(kind), rules_(rules), clock_(clock) {}
 
 // --- records -----------------------------------------------------------------------------------
 
 void arena::reserve(std::size_t more) {
   table_.reserve(more);
   while (spare_count_ < more) {
-    records_.push_back(std::make_unique<block>(this));
-    drop_record(records_.back().get());
+    records_.push_back(std::make_unique<block[]>(records_at_once));
+    for (std::size_t i = 0; i < records_at_once; ++i) {
+      block& made = records_.back()[i];
+      made.owner = this;
+      drop_record(&made);
+    }
   }
 }
 
@@ -110,10 +110,12 @@ void arena::erase_hole(block* filled) noexcept {
 }
 
 void arena::merge(recent_list& list) noexcept {
+  const std::uint64_t now = clock_.load(std::memory_order_relaxed);
   while (list.head != nullptr) {
     block* const freed = list.head;
     list.head = freed->left;
     --recent_count_;
+    freed->freed_at = now;
     insert_free(freed);
   }
 }

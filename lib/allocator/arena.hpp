@@ -80,7 +80,6 @@ class arena {
     }
     freed->use = block_use::recent;
     freed->requested = 0;
-    freed->freed_at = clock_.load(std::memory_order_relaxed);
     freed->left = list.head;
     list.head = freed;
     ++recent_count_;
@@ -148,7 +147,7 @@ class arena {
   block* holes_ = nullptr;
   block* spare_ = nullptr;  ///< records without a block, by `left`
   std::size_t spare_count_ = 0;
-  std::vector<std::unique_ptr<block>> records_;
+  std::vector<std::unique_ptr<block[]>> records_;
 
   pool_record& pool_;
   native_stream stream_;

@@ -29,24 +29,25 @@ enum class block_use : std::uint8_t {
 /// it without gaps.
 ///
 /// Records are reused and never given back while their arena lives, so that a stale pointer to
-/// one can be read, and found out, under the arena's lock.
-struct block {
+/// one can be read, and found out, under the arena's lock. What the hot path touches fills one
+/// cache line.
+struct alignas(64) block {
   address at = 0;
   std::size_t bytes = 0;
   std::size_t requested = 0;  ///< what the caller asked for; 0 unless allocated or pending
-  arena* const owner;
-  segment_record* in = nullptr;
-  block* before = nullptr;  ///< neighbours in the segment
-  block* after = nullptr;
   block* left = nullptr;  ///< in the tree of free blocks; the list of recent blocks and of holes
   block* right = nullptr;
+  block* before = nullptr;  ///< neighbours in the segment
+  block* after = nullptr;
   block_use use = block_use::none;
+  bool shared = false;  ///< other_streams is set
   std::uint32_t pending_events = 0;
-  std::uint64_t freed_at = 0;  ///< the allocator's clock when it was last freed
+
+  arena* owner = nullptr;
+  segment_record* in = nullptr;
+  std::uint64_t freed_at = 0;  ///< the allocator's clock when it last joined the free blocks
   std::unique_ptr<std::vector<native_stream>> other_streams;  ///< told by record_stream
   std::shared_ptr<const call_stack> stack;  ///< of its allocation, when that is recorded
-
-  explicit block(arena* its) : owner(its) {}
 };
 
 }  // namespace evmm

@@ -255,6 +255,7 @@ block* caching_allocator::state::live_block(address at, std::unique_lock<spin_lo
 
 void caching_allocator::state::complete(arena& owner, block& freed) noexcept {
   freed.other_streams.reset();
+  freed.shared = false;
   owner.account().complete(owner.kind(), freed.bytes);
   if (happened.wanted()) note(trace_action::free_completed, owner, freed);
   freed.stack.reset();
@@ -294,6 +295,7 @@ void caching_allocator::state::defer(arena& owner, block& freed,
     }
     owner.account().free(owner.kind(), freed.bytes, freed.requested);
     freed.other_streams.reset();
+    freed.shared = false;
     if (happened.wanted()) note(trace_action::free_completed, owner, freed);
     freed.stack.reset();
     owner.put(&freed);
@@ -321,7 +323,7 @@ void caching_allocator::state::free(address at) {
     const std::lock_guard lock(oversize_guard);
     oversize_allocations.add(-1);
   }
-  if (freed->other_streams) {
+  if (freed->shared) {
     defer(owner, *freed, held);
     return;
   }
@@ -343,7 +345,7 @@ void caching_allocator::free(void* pointer) {
   arena& owner = *segment->owner;
   owner.guard().lock();
   block* const freed = owner.find(at);
-  if (freed == nullptr || freed->use != block_use::allocated || freed->other_streams ||
+  if (freed == nullptr || freed->use != block_use::allocated || freed->shared ||
       s.rules.oversize(freed->bytes)) [[unlikely]] {
     owner.guard().unlock();
     return s.free(at);
@@ -361,6 +363,7 @@ void caching_allocator::record_stream(void* at, native_stream stream) {
   block* const used = s.live_block(as_address(at), held);
   if (used == nullptr || used->owner->stream() == stream) return;
   if (!used->other_streams) used->other_streams = std::make_unique<std::vector<native_stream>>();
+  used->shared = true;
   auto& streams = *used->other_streams;
   if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {
     streams.push_back(stream);

@@ -100,8 +100,7 @@ void ledger::settle(ledger_account& asker) {
 }
 
 void ledger::add_to(std::array<sums, levels>& to, const ledger_account& account) {
-  const auto add = [](lanes& into,
-                      const std::array<std::int64_t, ledger_account::totals>& from) {
+  const auto add = [](lanes& into, const std::array<std::int64_t, ledger_account::totals>& from) {
     for (std::size_t i = 0; i < from.size(); ++i) into[i] += from[i];
     into[k_active_count] += from[k_count];
     into[k_active_bytes] += from[k_bytes];

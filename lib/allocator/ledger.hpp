@@ -28,8 +28,7 @@ class ledger_account {
 
   /// Returns true when headroom has run out: the caller lets go of the lock and calls
   /// ledger::settle before anything else happens.
-  [[nodiscard]] bool allocate(size_class kind, std::size_t bytes,
-                              std::size_t requested) noexcept {
+  [[nodiscard]] bool allocate(size_class kind, std::size_t bytes, std::size_t requested) noexcept {
     const std::int64_t size = as_signed(bytes);
     const std::int64_t asked = as_signed(requested);
     part& own = parts_[static_cast<std::size_t>(kind)];

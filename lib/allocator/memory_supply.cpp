@@ -199,6 +199,23 @@ handle_record* memory_supply::pick(search& in, std::size_t most) const {
   return nullptr;
 }
 
+/// Gives back one free handle that is larger than `size` and past all use, to make a smaller one.
+void memory_supply::exchange(search& in, std::size_t size) {
+  for (auto at = in.takable.rbegin(); at != in.takable.rend(); ++at) {  // the smallest first
+    handle_record* const handle = *at;
+    if (handle->giver == nullptr || handle->needs_wait || handle->bytes() < size ||
+        in.wants(*handle->home)) {
+      continue;
+    }
+    arena& giver = *handle->giver;
+    if (!on_->idle(giver.stream())) continue;
+    giver.reserve(2);
+    release(*handle, giver, handle->home->at());
+    in.takable.erase(std::next(at).base());
+    return;
+  }
+}
+
 block* memory_supply::free_block_at(arena& in, block* hint, address at) const noexcept {
   const auto holds = [at](const block* b) { return at - b->at < b->bytes; };
   // The record may have become another block since.
@@ -341,6 +358,10 @@ bool memory_supply::fill_stretch(search& in, address from, address to) {
     handle_record* found = nullptr;
     bool fresh = false;
     if (!may_make || !wanted) found = pick(in, most);
+    // Beyond what was ever live nothing is added while something can be had instead: a handle that
+    // reaches further, or the room of one that is too large.
+    if (found == nullptr && !wanted) found = pick(in, room);
+    if (found == nullptr && !wanted && may_make) exchange(in, size);
     if (found == nullptr && may_make) {
       found = make(size, where, in.needy.kind());
       fresh = found != nullptr;

@@ -114,6 +114,7 @@ class memory_supply {
   std::size_t new_handle_bytes(tier where) const noexcept;
   bool fill_stretch(search& in, address from, address to);
   handle_record* pick(search& in, std::size_t most) const;
+  void exchange(search& in, std::size_t size);
   handle_record* make(std::size_t bytes, tier where, size_class kind);
   span_record* map(handle_record& what, expandable_range& in, address at);
   void unmap(span_record& gone) noexcept;
