@@ -2,6 +2,7 @@
 #include "lib/allocator/arena.hpp"
 
 #include <algorithm>
+#include <bit>
 
 namespace evmm {
 
@@ -121,8 +122,9 @@ void arena::merge(recent_list& list) noexcept {
 }
 
 void arena::merge_recent() noexcept {
-  if (recent_count_ == 0) return;
-  for (recent_list& list : recent_) merge(list);
+  for (; recent_used_ != 0; recent_used_ &= recent_used_ - 1) {
+    merge(recent_[static_cast<std::size_t>(std::countr_zero(recent_used_))]);
+  }
 }
 
 // --- requests ----------------------------------------------------------------------------------

@@ -7,7 +7,7 @@
 #include "lib/allocator/free_index.hpp"
 #include "lib/allocator/ledger.hpp"
 #include "lib/allocator/size_rules.hpp"
-#include "lib/allocator/spin_lock.hpp"
+#include "lib/allocator/arena_lock.hpp"
 
 #include <array>
 #include <atomic>
@@ -40,7 +40,7 @@ struct segment_record {
 /// program that repeats itself pays for splitting and merging once.
 ///
 /// Threads: everything is under lock(), except what is const from construction on.
-class arena {
+class alignas(128) arena {
  public:
   /// `clock` ticks with the allocator's slow requests and dates free blocks.
   /// `account` is shared by the two arenas of a pool and stream, and so is its lock.
@@ -52,7 +52,7 @@ class arena {
   pool_record& pool() const noexcept { return pool_; }
   native_stream stream() const noexcept { return stream_; }
   size_class kind() const noexcept { return kind_; }
-  spin_lock& guard() const noexcept { return account_.guard(); }
+  arena_lock& guard() const noexcept { return account_.guard(); }
 
   // --- requests (under guard()) ---------------------------------------------------------------
 
@@ -73,7 +73,9 @@ class arena {
   block* take_at(address at, std::size_t bytes);
   /// A live or pending block is over: it becomes recent.
   void put(block* freed) noexcept {
-    recent_list& list = recent_[slot_of(freed->bytes)];
+    const std::size_t slot = slot_of(freed->bytes);
+    recent_list& list = recent_[slot];
+    recent_used_ |= std::uint64_t{1} << slot;
     if (list.bytes != freed->bytes) {
       if (list.head != nullptr) merge(list);
       list.bytes = freed->bytes;
@@ -140,6 +142,7 @@ class arena {
   void erase_hole(block* filled) noexcept;
 
   std::size_t recent_count_ = 0;
+  std::uint64_t recent_used_ = 0;  ///< which lists may have blocks
   std::array<recent_list, std::size_t{1} << recent_bits> recent_{};
   ledger_account& account_;
   block_table table_;

@@ -11,26 +11,81 @@ constexpr std::size_t k_count = 0, k_bytes = 1, k_requested = 2, k_active_count 
                       k_active_bytes = 4;
 }  // namespace
 
-void ledger_account::defer(size_class kind, std::size_t bytes, std::size_t requested) noexcept {
-  part& own = parts_[static_cast<std::size_t>(kind)];
-  const std::int64_t change[totals] = {1, as_signed(bytes), as_signed(requested)};
-  for (std::size_t i = 0; i < totals; ++i) {
-    own.current[i] -= change[i];
-    own.room[i] += change[i];
-    room_[i] += change[i];
+void ledger_account::update() noexcept {
+  for (part& one : parts_) {
+    std::array<std::int64_t, totals> grown;
+    for (std::size_t i = 0; i < totals; ++i) grown[i] = one.current[i] - one.dated[i];
+    const lanes change{grown[0], grown[1], grown[2], grown[0], grown[1]};
+    for (std::size_t i = 0; i < lane_count; ++i) {
+      one.room[i] -= change[i];
+      one.shared[i] -= change[i];
+    }
+    one.dated = one.current;
   }
+  // One account of the numbers of blocks, kept with the small ones.
+  for (const std::size_t lane : {k_count, k_active_count}) {
+    parts_[0].shared[lane] += std::exchange(parts_[1].shared[lane], 0);
+  }
+}
+
+void ledger_account::set_limits() noexcept {
+  for (part& one : parts_) {
+    one.limit[k_count] = one.current[k_count] + std::min(one.room[k_count], one.room[k_active_count]);
+    one.limit[k_bytes] =
+        one.current[k_bytes] + std::min(std::min(one.room[k_bytes], one.room[k_active_bytes]),
+                                        std::min(one.shared[k_bytes], one.shared[k_active_bytes]));
+    one.limit[k_requested] =
+        one.current[k_requested] + std::min(one.room[k_requested], one.shared[k_requested]);
+  }
+  count_limit_ = count_ + std::min(parts_[0].shared[k_count], parts_[0].shared[k_active_count]);
+}
+
+bool ledger_account::balance(part& asker) noexcept {
+  update();
+  part& other = &asker == &parts_[0] ? parts_[1] : parts_[0];
+  bool enough = true;
+  for (std::size_t i = 0; i < lane_count; ++i) {
+    if (i != k_count && i != k_active_count && asker.shared[i] < 0) {
+      // Half of what the other has, or what is needed, if that is more.
+      const std::int64_t taken =
+          std::min(other.shared[i], std::max(-asker.shared[i], other.shared[i] / 2));
+      if (taken > 0) {
+        asker.shared[i] += taken;
+        other.shared[i] -= taken;
+      }
+    }
+    enough = enough && asker.room[i] >= 0 && asker.shared[i] >= 0;
+  }
+  enough = enough && parts_[0].shared[k_count] >= 0 && parts_[0].shared[k_active_count] >= 0;
+  set_limits();
+  return enough;
+}
+
+void ledger_account::defer(size_class kind, std::size_t bytes, std::size_t requested) noexcept {
+  free(kind, bytes, requested);
+  update();
+  part& own = parts_[static_cast<std::size_t>(kind)];
+  const auto size = static_cast<std::int64_t>(bytes);
   ++own.pending_count;
-  own.pending_bytes += as_signed(bytes);
+  own.pending_bytes += size;
+  own.room[k_active_count] -= 1;
+  own.room[k_active_bytes] -= size;
+  parts_[0].shared[k_active_count] -= 1;
+  own.shared[k_active_bytes] -= size;
+  set_limits();
 }
 
 void ledger_account::complete(size_class kind, std::size_t bytes) noexcept {
+  update();
   part& own = parts_[static_cast<std::size_t>(kind)];
+  const auto size = static_cast<std::int64_t>(bytes);
   --own.pending_count;
-  own.pending_bytes -= as_signed(bytes);
-  for (lanes* room : {&room_, &own.room}) {
-    (*room)[k_active_count] += 1;
-    (*room)[k_active_bytes] += as_signed(bytes);
-  }
+  own.pending_bytes -= size;
+  own.room[k_active_count] += 1;
+  own.room[k_active_bytes] += size;
+  parts_[0].shared[k_active_count] += 1;
+  own.shared[k_active_bytes] += size;
+  set_limits();
 }
 
 void ledger::add(ledger_account& account) {
@@ -42,8 +97,9 @@ void ledger::remove(ledger_account& account) {
   const std::lock_guard lock(guard_);
   std::erase(accounts_, &account);
   add_to(gone_, account);
+  account.update();
   for (std::size_t i = 0; i < ledger_account::lane_count; ++i) {
-    spare_[all][i] += account.room_[i];
+    spare_[all][i] += account.parts_[0].shared[i] + account.parts_[1].shared[i];
     spare_[small][i] += account.parts_[0].room[i];
     spare_[large][i] += account.parts_[1].room[i];
   }
@@ -51,19 +107,16 @@ void ledger::remove(ledger_account& account) {
 
 void ledger::settle(ledger_account& asker) {
   const std::lock_guard lock(guard_);
-  const auto rooms = [](ledger_account& of) {
-    return std::array<lanes*, levels>{&of.room_, &of.parts_[0].room, &of.parts_[1].room};
-  };
   std::array<lanes, levels> taken = std::exchange(spare_, {});
-  std::array<lanes, levels> had;
-  {
-    const std::lock_guard mine(asker.guard_);
-    for (std::size_t i = 0; i < levels; ++i) had[i] = *rooms(asker)[i];
-  }
   const auto lacks = [&] {
-    for (std::size_t i = 0; i < levels; ++i) {
-      for (std::size_t lane = 0; lane < ledger_account::lane_count; ++lane) {
-        if (had[i][lane] + taken[i][lane] < 0) return true;
+    const std::lock_guard mine(asker.guard_);
+    asker.update();
+    for (std::size_t lane = 0; lane < ledger_account::lane_count; ++lane) {
+      const auto& [first, second] = asker.parts_;
+      if (first.shared[lane] + second.shared[lane] + taken[all][lane] < 0 ||
+          first.room[lane] + taken[small][lane] < 0 ||
+          second.room[lane] + taken[large][lane] < 0) {
+        return true;
       }
     }
     return false;
@@ -73,30 +126,44 @@ void ledger::settle(ledger_account& asker) {
     for (ledger_account* other : accounts_) {
       if (other == &asker) continue;
       const std::lock_guard theirs(other->guard_);
-      for (std::size_t i = 0; i < levels; ++i) {
-        lanes& from = *rooms(*other)[i];
-        for (std::size_t lane = 0; lane < ledger_account::lane_count; ++lane) {
+      other->update();
+      const auto take = [half](lanes& from, lanes& to) {
+        for (std::size_t lane = 0; lane < from.size(); ++lane) {
           // A negative room belongs to a thread that is on its way here: it is a debt to take over
           // only when there is no other room.
           const std::int64_t part = half ? std::max<std::int64_t>(from[lane], 0) / 2 : from[lane];
           from[lane] -= part;
-          taken[i][lane] += part;
+          to[lane] += part;
         }
-      }
+      };
+      take(other->parts_[0].room, taken[small]);
+      take(other->parts_[1].room, taken[large]);
+      for (auto& part : other->parts_) take(part.shared, taken[all]);
+      other->set_limits();
     }
     if (!lacks()) break;
   }
   const std::lock_guard mine(asker.guard_);
-  for (std::size_t i = 0; i < levels; ++i) {
-    lanes& room = *rooms(asker)[i];
-    for (std::size_t lane = 0; lane < ledger_account::lane_count; ++lane) {
-      room[lane] += taken[i][lane];
-      if (room[lane] < 0) {
-        levels_[i].peak[lane] -= room[lane];
-        room[lane] = 0;
+  asker.update();
+  auto& [first, second] = asker.parts_;
+  for (std::size_t lane = 0; lane < ledger_account::lane_count; ++lane) {
+    const auto give = [&](std::int64_t& room, which level) {
+      if (room < 0) {
+        levels_[level].peak[lane] -= room;
+        room = 0;
       }
-    }
+    };
+    first.room[lane] += taken[small][lane];
+    second.room[lane] += taken[large][lane];
+    give(first.room[lane], small);
+    give(second.room[lane], large);
+    std::int64_t together = first.shared[lane] + second.shared[lane] + taken[all][lane];
+    give(together, all);
+    const bool number = lane == k_count || lane == k_active_count;
+    second.shared[lane] = number ? 0 : together / 2;
+    first.shared[lane] = together - second.shared[lane];
   }
+  asker.set_limits();
 }
 
 void ledger::add_to(std::array<sums, levels>& to, const ledger_account& account) {
@@ -129,8 +196,9 @@ void ledger::reset_peaks() {
   const std::lock_guard lock(guard_);
   for (ledger_account* account : accounts_) {
     const std::lock_guard theirs(account->guard_);
-    account->room_ = {};
-    for (auto& part : account->parts_) part.room = {};
+    account->update();
+    for (auto& part : account->parts_) part.room = part.shared = {};
+    account->set_limits();
   }
   spare_ = {};
   const auto now = add_up();

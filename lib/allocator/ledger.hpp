@@ -2,7 +2,7 @@
 #pragma once
 
 #include "lib/allocator/size_rules.hpp"
-#include "lib/allocator/spin_lock.hpp"
+#include "lib/allocator/arena_lock.hpp"
 
 #include <evmm/allocator/statistics.hpp>
 
@@ -18,31 +18,39 @@ namespace [[gnu::visibility("default")]] evmm {
 /// and their lock.
 ///
 /// A peak over all streams would have every allocation write one shared counter. Instead each
-/// account holds headroom: by how much it may grow before some peak could be passed. The
-/// headrooms of all accounts and the room below the peak are the same amount, always, so peaks are
-/// exact. An account that runs out takes from the others, and only when they have none either has
-/// the peak been reached: then it is raised. Everything here is under guard().
-class ledger_account {
+/// account holds room: by how much it may grow before some peak could be passed. The rooms of all
+/// accounts and the room below the peak are the same amount, always, so peaks are exact. An account
+/// that runs out takes from the others, and only when they have none either has the peak been
+/// reached: then it is raised. Everything here is under guard().
+///
+/// The hot path only moves `current` and compares it with `limit`, where the first room ends; the
+/// rooms themselves are brought up to date when a limit is reached.
+class alignas(128) ledger_account {
  public:
-  spin_lock& guard() const noexcept { return guard_; }
+  arena_lock& guard() const noexcept { return guard_; }
 
-  /// Returns true when headroom has run out: the caller lets go of the lock and calls
-  /// ledger::settle before anything else happens.
-  [[nodiscard]] bool allocate(size_class kind, std::size_t bytes, std::size_t requested) noexcept {
-    const std::int64_t size = as_signed(bytes);
-    const std::int64_t asked = as_signed(requested);
+  /// Returns true when room has run out: the caller lets go of the lock and calls ledger::settle
+  /// before anything else happens.
+  [[nodiscard]] bool allocate(size_class kind, std::size_t bytes,
+                              std::size_t requested) noexcept {
     part& own = parts_[static_cast<std::size_t>(kind)];
-    move(own.total, 1, size, asked);
-    move(own.current, 1, size, asked);
-    return (take(room_, size, asked) | take(own.room, size, asked)) < 0;
+    const auto size = static_cast<std::int64_t>(bytes);
+    const auto asked = static_cast<std::int64_t>(requested);
+    own.total[0] += 1;
+    own.total[1] += size;
+    own.total[2] += asked;
+    const std::int64_t over = (own.limit[0] - (own.current[0] += 1)) |
+                              (own.limit[1] - (own.current[1] += size)) |
+                              (own.limit[2] - (own.current[2] += asked)) |
+                              (count_limit_ - ++count_);
+    return over < 0 && !balance(own);
   }
   void free(size_class kind, std::size_t bytes, std::size_t requested) noexcept {
-    const std::int64_t size = as_signed(bytes);
-    const std::int64_t asked = as_signed(requested);
     part& own = parts_[static_cast<std::size_t>(kind)];
-    move(own.current, -1, -size, -asked);
-    take(room_, -size, -asked, -1);
-    take(own.room, -size, -asked, -1);
+    own.current[0] -= 1;
+    own.current[1] -= static_cast<std::int64_t>(bytes);
+    own.current[2] -= static_cast<std::int64_t>(requested);
+    --count_;
   }
   /// A freed block that other streams still use: no longer allocated, still active.
   void defer(size_class kind, std::size_t bytes, std::size_t requested) noexcept;
@@ -64,29 +72,27 @@ class ledger_account {
   /// Of small or of large blocks.
   struct part {
     std::array<std::int64_t, totals> current{};
+    std::array<std::int64_t, totals> limit{};
     std::array<std::int64_t, totals> total{};
-    lanes room{};
+    std::array<std::int64_t, totals> dated{};  ///< `current` when the rooms were brought up to date
+    lanes room{};                              ///< below the peaks of blocks of this class
+    lanes shared{};                            ///< below the peaks of all blocks
     std::int64_t pending_count = 0;
     std::int64_t pending_bytes = 0;
   };
 
-  static std::int64_t as_signed(std::size_t n) noexcept { return static_cast<std::int64_t>(n); }
-  // Written out lane by lane: a loop over an array of changes stalls on its way to vectors.
-  static void move(std::array<std::int64_t, totals>& sums, std::int64_t count, std::int64_t size,
-                   std::int64_t asked) noexcept {
-    sums[0] += count;
-    sums[1] += size;
-    sums[2] += asked;
-  }
-  /// Negative when a lane of `room` has become so.
-  static std::int64_t take(lanes& room, std::int64_t size, std::int64_t asked,
-                           std::int64_t count = 1) noexcept {
-    return (room[0] -= count) | (room[1] -= size) | (room[2] -= asked) | (room[3] -= count) |
-           (room[4] -= size);
-  }
+  /// Brings the rooms up to date.
+  void update() noexcept;
+  /// Sets the limits by the rooms, which are up to date.
+  void set_limits() noexcept;
+  /// Shares the room that both classes have below the peaks of all blocks. False when that is not
+  /// enough.
+  [[gnu::noinline]] bool balance(part& asker) noexcept;
 
-  mutable spin_lock guard_;
-  lanes room_{};  ///< below the peaks of all blocks
+  mutable arena_lock guard_;
+  // Numbers of blocks are shared between the classes at once: programs sit right at that peak.
+  std::int64_t count_ = 0;
+  std::int64_t count_limit_ = 0;
   std::array<part, 2> parts_{};
 };
 
