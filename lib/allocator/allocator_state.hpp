@@ -50,14 +50,14 @@ struct caching_allocator::state {
   /// What allocate() does when no recent block has the size; `from` is locked.
   void* allocate_slowly(arena& from, std::size_t size, std::size_t bytes);
   /// What free() does with a block that other streams used; its arena is locked.
-  void defer(arena& owner, block& freed, std::unique_lock<arena_lock>& held);
+  void defer(arena& owner, block& freed, std::unique_lock<spin_lock>& held);
   /// Frees with no lock held; throws for what is not a live allocation.
   void free(address at);
   /// Counts a block that was just taken from `from`, locked through `held`, and lets go.
-  void* hand_out(arena& from, block& taken, std::size_t bytes, std::unique_lock<arena_lock>& held);
+  void* hand_out(arena& from, block& taken, std::size_t bytes, std::unique_lock<spin_lock>& held);
   void note(trace_action action, const arena& where, const block& what) noexcept;
   /// The block that lives at `at`, its arena locked by `held`; null when there is none.
-  block* live_block(address at, std::unique_lock<arena_lock>& held) const;
+  block* live_block(address at, std::unique_lock<spin_lock>& held) const;
   /// Deferred frees of `from`, which is locked, that are over by now.
   void poll(arena& from);
   void complete(arena& owner, block& freed) noexcept;
@@ -70,16 +70,16 @@ struct caching_allocator::state {
   };
   /// Memory for a request that no free block serves; the arena it comes from is locked by `held`.
   taken request(arena& from, std::size_t size, std::size_t bytes,
-                std::unique_lock<arena_lock>& held);
+                std::unique_lock<spin_lock>& held);
   block* extend(arena& from, std::size_t size, const supply_terms& terms,
-                std::unique_lock<arena_lock>& held);
+                std::unique_lock<spin_lock>& held);
   bool expandable(const arena& from) const;
   bool ask_for_frees(std::unique_lock<std::recursive_mutex>& lock);
   void collect_garbage();
-  taken take_from_pools(arena& from, std::size_t size, std::unique_lock<arena_lock>& held);
+  taken take_from_pools(arena& from, std::size_t size, std::unique_lock<spin_lock>& held);
   /// Gives back up to `wanted` bytes of what nobody uses, idle streams first.
   std::size_t give_back(std::size_t wanted, const pool_record* only = nullptr);
-  std::unique_lock<arena_lock> lock_quiet(arena& one);
+  std::unique_lock<spin_lock> lock_quiet(arena& one);
   bool wait_for_event(arena& of);
   [[noreturn]] void fail(const arena& from, std::size_t size, std::size_t bytes, bool rejected,
                          std::unique_lock<std::recursive_mutex>& lock);

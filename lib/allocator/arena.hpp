@@ -7,7 +7,7 @@
 #include "lib/allocator/free_index.hpp"
 #include "lib/allocator/ledger.hpp"
 #include "lib/allocator/size_rules.hpp"
-#include "lib/allocator/arena_lock.hpp"
+#include "lib/allocator/spin_lock.hpp"
 
 #include <array>
 #include <atomic>
@@ -52,7 +52,7 @@ class alignas(128) arena {
   pool_record& pool() const noexcept { return pool_; }
   native_stream stream() const noexcept { return stream_; }
   size_class kind() const noexcept { return kind_; }
-  arena_lock& guard() const noexcept { return account_.guard(); }
+  spin_lock& guard() const noexcept { return account_.guard(); }
 
   // --- requests (under guard()) ---------------------------------------------------------------
 

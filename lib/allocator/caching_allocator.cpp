@@ -170,7 +170,7 @@ void caching_allocator::state::note(trace_action action, const arena& where,
 }
 
 void* caching_allocator::state::hand_out(arena& from, block& taken, std::size_t bytes,
-                                         std::unique_lock<arena_lock>& held) {
+                                         std::unique_lock<spin_lock>& held) {
   taken.requested = bytes;
   const bool at_peak = from.account().allocate(from.kind(), taken.bytes, bytes);
   if (happened.wanted()) {
@@ -190,10 +190,13 @@ void* caching_allocator::state::hand_out(arena& from, block& taken, std::size_t 
 
 void* caching_allocator::state::allocate_slowly(arena& from, std::size_t size, std::size_t bytes) {
   std::unique_lock held(from.guard(), std::adopt_lock);
-  if (from.deferred) poll(from);
-  if (block* const found = from.take_free(size, from.pool().options.no_split)) {
-    return hand_out(from, *found, bytes, held);
+  block* found = nullptr;
+  if (from.deferred) {
+    poll(from);
+    found = from.take_recent(size);
   }
+  if (found == nullptr) found = from.take_free(size, from.pool().options.no_split);
+  if (found != nullptr) return hand_out(from, *found, bytes, held);
   held.unlock();
   const taken served = request(from, size, bytes, held);
   return hand_out(*served.from, *served.what, bytes, held);
@@ -242,7 +245,7 @@ void* caching_allocator::allocate_at(void* where, std::size_t bytes, native_stre
 
 // --- free --------------------------------------------------------------------------------------
 
-block* caching_allocator::state::live_block(address at, std::unique_lock<arena_lock>& held) const {
+block* caching_allocator::state::live_block(address at, std::unique_lock<spin_lock>& held) const {
   const segment_record* const segment = pages.find(at);
   if (segment == nullptr) return nullptr;
   const arena& owner = *segment->owner;
@@ -268,7 +271,7 @@ void caching_allocator::state::poll(arena& from) {
 }
 
 void caching_allocator::state::defer(arena& owner, block& freed,
-                                     std::unique_lock<arena_lock>& held) {
+                                     std::unique_lock<spin_lock>& held) {
   const allocator_options& now = options.now();
   if (!owner.deferred) owner.deferred = std::make_unique<deferred_frees>();
   const auto in_capture = [&] {
@@ -309,7 +312,7 @@ void caching_allocator::state::defer(arena& owner, block& freed,
 }
 
 void caching_allocator::state::free(address at) {
-  std::unique_lock<arena_lock> held;
+  std::unique_lock<spin_lock> held;
   block* const freed = live_block(at, held);
   if (freed == nullptr) {
     throw invalid_argument(
@@ -359,7 +362,7 @@ void caching_allocator::record_stream(void* at, native_stream stream) {
   state& s = *state_;
   if (at == nullptr) return;
   if (s.other) return s.other->record_stream(at, stream);
-  std::unique_lock<arena_lock> held;
+  std::unique_lock<spin_lock> held;
   block* const used = s.live_block(as_address(at), held);
   if (used == nullptr || used->owner->stream() == stream) return;
   if (!used->other_streams) used->other_streams = std::make_unique<std::vector<native_stream>>();
@@ -372,13 +375,13 @@ void caching_allocator::record_stream(void* at, native_stream stream) {
 
 bool caching_allocator::owns(const void* at) const noexcept {
   if (state_->other) return state_->other->owns(at);
-  std::unique_lock<arena_lock> held;
+  std::unique_lock<spin_lock> held;
   return state_->live_block(as_address(at), held) != nullptr;
 }
 
 allocation_place caching_allocator::base_allocation(const void* at) const {
   if (state_->other) return state_->other->place(at);
-  std::unique_lock<arena_lock> held;
+  std::unique_lock<spin_lock> held;
   const block* const live = state_->live_block(as_address(at), held);
   if (live == nullptr) {
     throw invalid_argument(fmt::format("{} is no live allocation of this allocator (DEVICE {})",

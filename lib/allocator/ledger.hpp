@@ -2,7 +2,7 @@
 #pragma once
 
 #include "lib/allocator/size_rules.hpp"
-#include "lib/allocator/arena_lock.hpp"
+#include "lib/allocator/spin_lock.hpp"
 
 #include <evmm/allocator/statistics.hpp>
 
@@ -27,7 +27,7 @@ namespace [[gnu::visibility("default")]] evmm {
 /// rooms themselves are brought up to date when a limit is reached.
 class alignas(128) ledger_account {
  public:
-  arena_lock& guard() const noexcept { return guard_; }
+  spin_lock& guard() const noexcept { return guard_; }
 
   /// Returns true when room has run out: the caller lets go of the lock and calls ledger::settle
   /// before anything else happens.
@@ -89,7 +89,7 @@ class alignas(128) ledger_account {
   /// enough.
   [[gnu::noinline]] bool balance(part& asker) noexcept;
 
-  mutable arena_lock guard_;
+  mutable spin_lock guard_;
   // Numbers of blocks are shared between the classes at once: programs sit right at that peak.
   std::int64_t count_ = 0;
   std::int64_t count_limit_ = 0;

@@ -33,7 +33,7 @@ struct memory_supply::search {
   arena& needy;
   std::size_t bytes;
   const supply_terms& terms;
-  std::vector<std::unique_lock<arena_lock>> locks = {};
+  std::vector<std::unique_lock<spin_lock>> locks = {};
   std::vector<handle_record*> takable = {};  ///< best to take first
   expandable_range* range = nullptr;
   address at = 0;
@@ -45,7 +45,7 @@ struct memory_supply::search {
     }
   }
   /// The two arenas of a stream share a lock.
-  bool has_locked(const arena_lock& guard) const noexcept {
+  bool has_locked(const spin_lock& guard) const noexcept {
     return &guard == &needy.guard() ||
            std::any_of(locks.begin(), locks.end(),
                        [&](const auto& held) { return held.mutex() == &guard; });
@@ -78,7 +78,7 @@ void memory_supply::find_takable(search& in, std::span<arena* const> all) {
   for (arena* const giver : all) {
     if (!giver->pool().may_give() || !giver->pool().in_tier(in.terms.where)) continue;
     if (giver->segments.empty()) continue;
-    std::unique_lock<arena_lock> held;
+    std::unique_lock<spin_lock> held;
     if (!in.has_locked(giver->guard())) held = std::unique_lock(giver->guard());
     bool needs_wait = false;
     // Work on the same stream is ordered already, unless a graph takes it out of its order. The

@@ -40,7 +40,7 @@ bool caching_allocator::state::expandable(const arena& from) const {
 
 /// More memory for `from`; its lock is held on success.
 block* caching_allocator::state::extend(arena& from, std::size_t size, const supply_terms& terms,
-                                        std::unique_lock<arena_lock>& held) {
+                                        std::unique_lock<spin_lock>& held) {
   held = std::unique_lock(from.guard());
   block* found = nullptr;
   if (expandable(from)) {
@@ -93,7 +93,7 @@ void caching_allocator::state::collect_garbage() {
 }
 
 caching_allocator::state::taken caching_allocator::state::take_from_pools(
-    arena& from, std::size_t size, std::unique_lock<arena_lock>& held) {
+    arena& from, std::size_t size, std::unique_lock<spin_lock>& held) {
   if (from.pool().id != pool_id{}) return {};
   for (const auto& [its_id, its] : pools) {
     if (!its->options.use_on_oom || its->captures > 0) continue;
@@ -109,7 +109,7 @@ caching_allocator::state::taken caching_allocator::state::take_from_pools(
 
 /// Locks an arena whose stream is past all use of what is free in it. Another thread may allocate,
 /// use and free between a wait and the lock: then it is waited for again.
-std::unique_lock<arena_lock> caching_allocator::state::lock_quiet(arena& one) {
+std::unique_lock<spin_lock> caching_allocator::state::lock_quiet(arena& one) {
   for (int attempt = 0;; ++attempt) {
     on->synchronize(one.stream());
     std::unique_lock held(one.guard());
@@ -157,7 +157,7 @@ bool caching_allocator::state::wait_for_event(arena& of) {
 }
 
 caching_allocator::state::taken caching_allocator::state::request(
-    arena& from, std::size_t size, std::size_t bytes, std::unique_lock<arena_lock>& held) {
+    arena& from, std::size_t size, std::size_t bytes, std::unique_lock<spin_lock>& held) {
   process.check();
   // What is live, for the rule of when to make memory; with no lock held.
   const auto live = static_cast<std::size_t>(

@@ -67,7 +67,7 @@ ipc_handle caching_allocator::export_allocation(const void* at) {
     throw unsupported("this backend cannot share allocations", "use backend:native");
   }
   const std::lock_guard lock(s.slow);
-  std::unique_lock<arena_lock> held;
+  std::unique_lock<spin_lock> held;
   const block* const live = s.live_block(reinterpret_cast<address>(at), held);
   if (live == nullptr) {
     throw invalid_argument(fmt::format("cannot export {}: it is no live allocation",

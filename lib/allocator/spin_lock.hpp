@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <atomic>
+#include <thread>
+
+namespace [[gnu::visibility("default")]] evmm {
+
+/// A lock for the few nanoseconds in which an arena's books are changed. It spins, and gives way
+/// to other threads when that does not help: nothing under it calls a driver except where memory
+/// has run out.
+class spin_lock {
+ public:
+  void lock() noexcept {
+    if (!held_.exchange(true, std::memory_order_acquire)) return;
+    lock_contended();
+  }
+  bool try_lock() noexcept { return !held_.exchange(true, std::memory_order_acquire); }
+  void unlock() noexcept { held_.store(false, std::memory_order_release); }
+
+ private:
+  [[gnu::noinline]] void lock_contended() noexcept {
+    unsigned spins = 1;
+    do {
+      while (held_.load(std::memory_order_relaxed)) {
+        if (spins < 512) {
+          for (unsigned i = 0; i < spins; ++i) pause();
+          spins *= 2;
+        } else {
+          std::this_thread::yield();
+        }
+      }
+    } while (held_.exchange(true, std::memory_order_acquire));
+  }
+  static void pause() noexcept {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+
+  std::atomic<bool> held_ = false;
+};
+
+}  // namespace evmm
