@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "lib/support/fork_guard.hpp"
+
+#include <evmm/allocator/caching_allocator.hpp>
+
+#include <array>
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace evmm::torch {
+
+/// Which tiers serve a request (evmm_torch_tiers).
+enum class tier_choice : std::uint8_t { device_then_host, host_only };
+
+/// One device's allocator, and the pools of it that PyTorch knows.
+class device_allocator {
+ public:
+  device_allocator(std::shared_ptr<driver> on, device_id device, const allocator_options& options)
+      : allocator(std::move(on), device, options) {}
+
+  /// PyTorch's pools, which are for graph captures.
+  void begin(const pool_number& name, std::function<bool(native_stream)> filter);
+  void end(const pool_number& name);
+  void release(const pool_number& name);
+
+  /// As caching_allocator::allocate, and from the tiers that the calling thread has begun.
+  void* allocate(std::size_t bytes, native_stream stream);
+  /// The calling thread's allocations go to these tiers until the end.
+  void begin(tier_choice tiers);
+  void end(tier_choice tiers);
+  /// Gives back what is free in the pool of these tiers.
+  void empty(tier_choice tiers);
+
+  caching_allocator allocator;
+  const fork_guard process;
+
+ private:
+  struct graph_pool {
+    pool_id its{};
+    int users = 0;
+  };
+  /// Where a thread's allocations go. `whole` takes a segment of its own, in one tier, for each
+  /// large request: an expandable one spans the tiers, but reserves no more than a device holds.
+  struct tier_route {
+    tier_choice tiers = tier_choice::device_then_host;
+    bool whole = false;
+    friend bool operator==(const tier_route&, const tier_route&) = default;
+  };
+  struct tier_pool {
+    std::optional<pool_id> its;  ///< made at first use
+    int begun = 0;               ///< in all threads; routed to while there is one
+  };
+  class scoped_route;
+  static std::vector<std::pair<const device_allocator*, tier_route>>& begun_routes();
+  std::optional<tier_route> innermost() const;
+  tier_pool& pool_of(const tier_route& route) noexcept;
+  void begin(const tier_route& route);
+  void end(const tier_route& route);
+  graph_pool& find(const pool_number& name, const char* what);
+  void drop_user(std::map<pool_number, graph_pool>::iterator of);
+
+  std::mutex guard_;
+  std::map<pool_number, graph_pool> graph_pools_;
+  std::array<tier_pool, 4> tier_pools_;
+};
+
+/// The allocators of a process.
+///
+/// Threads: every member from any thread; one that is made already is found without a lock.
+/// Never destroyed: PyTorch frees tensors as late as it likes.
+class device_allocators {
+ public:
+  static device_allocators& all();
+
+  /// Made at its first use. Throws invalid_argument for a device that does not exist.
+  device_allocator& of(int device);
+  /// Null when it was not made.
+  device_allocator* made(int device) const noexcept;
+  /// The one that `at` is a live allocation of, or null.
+  device_allocator* owner(const void* at) const noexcept;
+  void for_each_made(const std::function<void(device_allocator&)>& visit) const;
+
+  void configure(std::string_view text);
+  /// Of those that are made, and of those to come.
+  void record_history(const history_options& options);
+
+ private:
+  device_allocators() = default;
+  allocator_options options_for_new() const;
+
+  static constexpr int k_most_devices = 128;
+  std::array<std::atomic<device_allocator*>, k_most_devices> made_ = {};
+  std::atomic<int> end_ = 0;  ///< beyond the highest that was made
+  std::mutex guard_;
+  std::optional<allocator_options> options_;  ///< the environment's unless changed
+  std::optional<history_options> history_;
+};
+
+}  // namespace evmm::torch

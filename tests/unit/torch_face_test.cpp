@@ -1,0 +1,529 @@
+// SPDX-License-Identifier: Apache-2.0
+// libevmm_torch.so as PyTorch uses it: loaded by name, called through its C functions, on the host
+// driver with devices of 64 MiB.
+#include <evmm/allocator/snapshot.hpp>
+#include <evmm/torch.h>
+#include <evmm/units.hpp>
+#include <evmm/version.hpp>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+
+#include <array>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <iterator>
+#include <limits>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <typeinfo>
+#include <utility>
+#include <vector>
+
+#include <dlfcn.h>
+#include <link.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+namespace evmm {
+namespace {
+
+using namespace evmm::units;
+using nlohmann::json;
+using testing::AllOf;
+using testing::HasSubstr;
+using testing::IsEmpty;
+using testing::StartsWith;
+
+constexpr auto k_mib = static_cast<ssize_t>(1_MiB);
+
+void* library() {
+  static void* const its = [] {
+    void* const loaded = ::dlopen(EVMM_TORCH_LIBRARY, RTLD_NOW | RTLD_LOCAL);
+    if (loaded == nullptr) throw std::runtime_error(::dlerror());
+    return loaded;
+  }();
+  return its;
+}
+
+template <class Function>
+Function* symbol(const char* name) {
+  auto* const found = reinterpret_cast<Function*>(::dlsym(library(), name));
+  if (found == nullptr) throw std::runtime_error(::dlerror());
+  return found;
+}
+
+#define FROM_LIBRARY(name) (symbol<decltype(::name)>(#name))
+
+void* allocate(ssize_t bytes, int device = 0) {
+  return FROM_LIBRARY(evmm_torch_alloc)(bytes, device, nullptr);
+}
+
+void free(void* at, int device = 0) {
+  FROM_LIBRARY(evmm_torch_free)(at, 0, device, nullptr);
+}
+
+std::string last_error() {
+  return FROM_LIBRARY(evmm_torch_last_error)();
+}
+
+json statistics(int device = 0) {
+  const auto ask = FROM_LIBRARY(evmm_torch_statistics);
+  const int length = ask(device, nullptr, 0);
+  if (length < 0) throw std::runtime_error(last_error());
+  std::string text(static_cast<std::size_t>(length) + 64, '\0');
+  text.resize(static_cast<std::size_t>(ask(device, text.data(), text.size())));
+  return json::parse(text);
+}
+
+std::string temporary_file(const char* name) {
+  return testing::TempDir() + name + std::to_string(::getpid());
+}
+
+allocator_snapshot snapshot(int device) {
+  const std::string path = temporary_file("torch_face_snapshot");
+  if (FROM_LIBRARY(evmm_torch_snapshot)(device, path.c_str()) != EVMM_TORCH_OK) {
+    throw std::runtime_error(last_error());
+  }
+  std::ifstream file(path, std::ios::binary);
+  const std::string bytes{std::istreambuf_iterator<char>(file), {}};
+  std::filesystem::remove(path);
+  return from_pickle(bytes);
+}
+
+/// The segment that holds `at`.
+segment_snapshot segment_of(const void* at) {
+  for (const auto& one : snapshot(-1).segments) {
+    if (reinterpret_cast<address>(at) - one.at < one.total_bytes) return one;
+  }
+  throw std::runtime_error("no segment holds the address");
+}
+
+class torch_face : public testing::Test {
+ protected:
+  void TearDown() override { FROM_LIBRARY(evmm_torch_reset)(); }
+};
+
+TEST_F(torch_face, tells_its_version) {
+  EXPECT_STREQ(FROM_LIBRARY(evmm_torch_version)(), EVMM_VERSION);
+}
+
+TEST_F(torch_face, shows_its_c_functions_alone) {
+  FILE* const pipe = ::popen("nm -D --defined-only " EVMM_TORCH_LIBRARY " 2>/dev/null", "r");
+  ASSERT_NE(pipe, nullptr);
+  std::string text;
+  for (char part[4096]; const std::size_t n = std::fread(part, 1, sizeof part, pipe);) {
+    text.append(part, n);
+  }
+  if (::pclose(pipe) != 0) GTEST_SKIP() << "nm is not installed";
+  std::istringstream lines(text);
+  int count = 0;
+  for (std::string address, kind, name; lines >> address >> kind >> name; ++count) {
+    EXPECT_THAT(name, StartsWith("evmm_torch_"));
+    EXPECT_EQ(kind, "T") << name;
+  }
+  EXPECT_EQ(count, 24);
+}
+
+// A library that is loaded late shares what little room the C library keeps for thread-local data
+// that is found without a call.
+TEST_F(torch_face, needs_little_static_thread_local_storage) {
+  link_map* loaded = nullptr;
+  ASSERT_EQ(::dlinfo(library(), RTLD_DI_LINKMAP, &loaded), 0);
+  struct {
+    std::uintptr_t base;
+    std::size_t bytes;
+  } wanted{loaded->l_addr, 0};
+  ::dl_iterate_phdr(
+      [](dl_phdr_info* info, std::size_t, void* to) {
+        auto& its = *static_cast<decltype(wanted)*>(to);
+        if (info->dlpi_addr != its.base) return 0;
+        for (int i = 0; i < info->dlpi_phnum; ++i) {
+          if (info->dlpi_phdr[i].p_type == PT_TLS) its.bytes = info->dlpi_phdr[i].p_memsz;
+        }
+        return 1;
+      },
+      &wanted);
+  EXPECT_GT(wanted.bytes, 0u);
+  EXPECT_LE(wanted.bytes, 768u);
+}
+
+TEST_F(torch_face, allocates_and_frees) {
+  EXPECT_EQ(allocate(0), nullptr);
+  void* const at = allocate(3 * k_mib);
+  ASSERT_NE(at, nullptr);
+  EXPECT_EQ(reinterpret_cast<std::uintptr_t>(at) % 512, 0u);
+  free(at);
+  free(nullptr);
+  void* const again = allocate(3 * k_mib);
+  EXPECT_EQ(again, at);
+  free(again);
+  EXPECT_THAT(last_error(), IsEmpty());
+}
+
+TEST_F(torch_face, devices_have_their_own) {
+  void* const at = allocate(1000, 1);
+  ASSERT_NE(at, nullptr);
+  EXPECT_EQ(statistics(1)["allocation.all.current"], 1);
+  EXPECT_EQ(statistics(0)["allocation.all.current"], 0);
+  free(at, 1);
+  EXPECT_EQ(allocate(1000, 2), nullptr);
+  EXPECT_EQ(FROM_LIBRARY(evmm_torch_last_code)(), EVMM_TORCH_INVALID_ARGUMENT);
+  EXPECT_THAT(last_error(), HasSubstr("no device 2"));
+  EXPECT_EQ(allocate(1000, -1), nullptr);
+  EXPECT_EQ(allocate(-1), nullptr);
+  EXPECT_THAT(last_error(), HasSubstr("-1 bytes"));
+}
+
+TEST_F(torch_face, an_unknown_pointer_is_an_error) {
+  int mine = 0;
+  free(&mine);
+  EXPECT_EQ(FROM_LIBRARY(evmm_torch_last_code)(), EVMM_TORCH_INVALID_ARGUMENT);
+}
+
+TEST_F(torch_face, out_of_memory_is_null_with_a_message) {
+  void* const held = allocate(40 * k_mib);
+  ASSERT_NE(held, nullptr);
+  EXPECT_EQ(allocate(40 * k_mib), nullptr);
+  EXPECT_EQ(FROM_LIBRARY(evmm_torch_last_code)(), EVMM_TORCH_OUT_OF_MEMORY);
+  EXPECT_THAT(last_error(), HasSubstr("cannot allocate 40.0 MiB"));
+  void* const small = allocate(k_mib);
+  EXPECT_NE(small, nullptr);
+  EXPECT_THAT(last_error(), IsEmpty());
+  free(small);
+  free(held);
+}
+
+// With libraries of PyTorch's names in the process the hooks raise.
+TEST_F(torch_face, out_of_memory_in_pytorch_is_its_exception) {
+  const auto close = [](void* handle) { ::dlclose(handle); };
+  const std::unique_ptr<void, decltype(close)> c10(::dlopen(EVMM_FAKE_C10, RTLD_NOW), close);
+  ASSERT_NE(c10, nullptr);
+  // A PyTorch that lacks what the exception is made from.
+  try {
+    allocate(100 * k_mib);
+    ADD_FAILURE() << "nothing was raised";
+  } catch (const std::runtime_error& failure) {
+    EXPECT_THAT(failure.what(), HasSubstr("out_of_memory: cannot allocate 100.0 MiB"));
+  }
+  {
+    const std::unique_ptr<void, decltype(close)> cuda(::dlopen(EVMM_FAKE_C10_CUDA, RTLD_NOW),
+                                                      close);
+    ASSERT_NE(cuda, nullptr);
+    for (int i = 0; i < 3; ++i) {
+      try {
+        allocate(100 * k_mib);
+        ADD_FAILURE() << "nothing was raised";
+      } catch (const std::exception& failure) {
+        EXPECT_STREQ(typeid(failure).name(), "N3c1016OutOfMemoryErrorE");
+        EXPECT_THAT(failure.what(), AllOf(StartsWith("CUDA out of memory. "),
+                                          HasSubstr("cannot allocate 100.0 MiB")));
+      }
+    }
+    // The pair behind a MemPool returns null, which PyTorch raises by itself.
+    EXPECT_EQ(FROM_LIBRARY(evmm_torch_host_tier_alloc)(100_TiB, 0, nullptr), nullptr);
+    EXPECT_EQ(FROM_LIBRARY(evmm_torch_last_code)(), EVMM_TORCH_OUT_OF_MEMORY);
+    EXPECT_THROW(allocate(1, 77), std::runtime_error);
+  }
+}
+
+TEST_F(torch_face, base_is_where_the_memory_begins) {
+  void* const first = allocate(1000);
+  void* const second = allocate(1000);
+  std::size_t bytes = 0;
+  void* const base = FROM_LIBRARY(evmm_torch_base)(second, &bytes);
+  EXPECT_EQ(base, FROM_LIBRARY(evmm_torch_base)(first, nullptr));
+  EXPECT_LE(base, second);
+  EXPECT_GE(bytes, 2048u);
+  int mine = 0;
+  EXPECT_EQ(FROM_LIBRARY(evmm_torch_base)(&mine, &bytes), nullptr);
+  EXPECT_EQ(FROM_LIBRARY(evmm_torch_last_code)(), EVMM_TORCH_INVALID_ARGUMENT);
+  free(first);
+  free(second);
+}
+
+TEST_F(torch_face, record_stream_passes_over_what_it_does_not_know) {
+  int mine = 0;
+  const auto record = FROM_LIBRARY(evmm_torch_record_stream);
+  record(nullptr, nullptr);
+  record(&mine, nullptr);
+  void* const at = allocate(1000);
+  record(at, nullptr);  // its own stream
+  EXPECT_THAT(last_error(), IsEmpty());
+  free(at);
+  EXPECT_EQ(statistics()["active.all.current"], 0);
+}
+
+TEST_F(torch_face, statistics_have_pytorchs_names) {
+  void* const at = allocate(3 * k_mib);
+  const json now = statistics();
+  for (const char* of :
+       {"allocation", "segment", "active", "inactive_split", "allocated_bytes", "reserved_bytes",
+        "active_bytes", "inactive_split_bytes", "requested_bytes"}) {
+    for (const char* pool : {"all", "small_pool", "large_pool"}) {
+      for (const char* metric : {"current", "peak", "allocated", "freed"}) {
+        const std::string name = std::string(of) + "." + pool + "." + metric;
+        EXPECT_TRUE(now.contains(name)) << name;
+      }
+    }
+  }
+  for (const char* name :
+       {"num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc",
+        "num_device_free", "max_split_size", "oversize_allocations.current",
+        "oversize_segments.peak", "host_tier_bytes", "mapped_bytes"}) {
+    EXPECT_TRUE(now.contains(name)) << name;
+  }
+  EXPECT_EQ(now["allocated_bytes.all.current"], 3 * k_mib);
+  EXPECT_EQ(now["allocated_bytes.large_pool.current"], 3 * k_mib);
+  free(at);
+  EXPECT_EQ(statistics()["allocated_bytes.all.current"], 0);
+  EXPECT_GE(statistics()["allocated_bytes.all.peak"], 3 * k_mib);
+  EXPECT_EQ(FROM_LIBRARY(evmm_torch_reset_peaks)(0), EVMM_TORCH_OK);
+  EXPECT_EQ(statistics()["allocated_bytes.all.peak"], 0);
+}
+
+TEST_F(torch_face, statistics_are_cut_at_the_buffer) {
+  const auto ask = FROM_LIBRARY(evmm_torch_statistics);
+  char part[8] = "xxxxxxx";
+  const int length = ask(0, part, sizeof part);
+  EXPECT_GT(length, 100);
+  EXPECT_STREQ(part, "{\"alloc");
+  EXPECT_EQ(ask(0, nullptr, 8), EVMM_TORCH_INVALID_ARGUMENT);
+  EXPECT_EQ(ask(9, part, sizeof part), EVMM_TORCH_INVALID_ARGUMENT);
+}
+
+TEST_F(torch_face, reset_gives_cached_memory_back) {
+  free(allocate(30 * k_mib));
+  EXPECT_GE(statistics()["reserved_bytes.all.current"], 30 * k_mib);
+  FROM_LIBRARY(evmm_torch_reset)();
+  EXPECT_EQ(statistics()["reserved_bytes.all.current"], 0);
+  free(allocate(30 * k_mib));
+  EXPECT_EQ(FROM_LIBRARY(evmm_torch_empty_cache)(0), EVMM_TORCH_OK);
+  EXPECT_EQ(statistics()["reserved_bytes.all.current"], 0);
+  EXPECT_EQ(FROM_LIBRARY(evmm_torch_empty_cache)(7), EVMM_TORCH_INVALID_ARGUMENT);
+}
+
+TEST_F(torch_face, fraction_limits) {
+  const auto set = FROM_LIBRARY(evmm_torch_set_fraction);
+  set(0.25, 0);
+  EXPECT_EQ(allocate(20 * k_mib), nullptr);
+  set(2, 0);
+  EXPECT_EQ(FROM_LIBRARY(evmm_torch_last_code)(), EVMM_TORCH_INVALID_ARGUMENT);
+  set(1, 0);
+  void* const at = allocate(20 * k_mib);
+  EXPECT_NE(at, nullptr);
+  free(at);
+}
+
+// As PyTorch calls them: with a pair in registers, and a std::function by value.
+TEST_F(torch_face, pools_of_graphs) {
+  using pool_name = std::pair<unsigned long long, unsigned long long>;
+  using filter = std::function<bool(native_stream)>;
+  const auto begin = symbol<void(int, pool_name, filter)>("evmm_torch_begin_allocate_to_pool");
+  const auto end = symbol<void(int, pool_name)>("evmm_torch_end_allocate_to_pool");
+  const auto release = symbol<void(int, pool_name)>("evmm_torch_release_pool");
+
+  void* const outside = allocate(1000);
+  bool asked = false;
+  // Larger than what a std::function holds without memory of its own.
+  const std::array<std::uint64_t, 8> ballast{1, 2, 3, 4, 5, 6, 7, 8};
+  begin(0, {7, 0}, [&asked, ballast](native_stream stream) {
+    asked = true;
+    return stream == nullptr && ballast[7] == 8;
+  });
+  EXPECT_THAT(last_error(), IsEmpty());
+  void* const inside = allocate(1000);
+  EXPECT_TRUE(asked);
+  end(0, {7, 0});
+  void* const after = allocate(1000);
+  EXPECT_EQ(segment_of(outside).pool, segment_of(after).pool);
+  EXPECT_NE(segment_of(inside).pool, segment_of(outside).pool);
+
+  // A second graph that shares the pool, and reuses what the first one freed.
+  free(inside);
+  begin(0, {7, 0}, [](native_stream) { return true; });
+  void* const shared = allocate(1000);
+  end(0, {7, 0});
+  EXPECT_EQ(shared, inside);
+  // A pool beside it.
+  begin(0, {8, 0}, [](native_stream) { return true; });
+  void* const other = allocate(1000);
+  end(0, {8, 0});
+  EXPECT_NE(segment_of(other).pool, segment_of(shared).pool);
+  EXPECT_THAT(last_error(), IsEmpty());
+
+  free(shared);
+  free(other);
+  release(0, {7, 0});
+  release(0, {7, 0});
+  release(0, {8, 0});
+  EXPECT_THAT(last_error(), IsEmpty());
+  release(0, {7, 0});
+  EXPECT_EQ(FROM_LIBRARY(evmm_torch_last_code)(), EVMM_TORCH_INVALID_ARGUMENT);
+  end(0, {9, 0});
+  EXPECT_THAT(last_error(), HasSubstr("pool (9, 0)"));
+  begin(0, {7, 0}, nullptr);
+  EXPECT_THAT(last_error(), HasSubstr("filter"));
+  free(outside);
+  free(after);
+  FROM_LIBRARY(evmm_torch_reset)();
+  EXPECT_EQ(statistics()["reserved_bytes.all.current"], 0);
+}
+
+TEST_F(torch_face, snapshots_have_the_history) {
+  const auto record = FROM_LIBRARY(evmm_torch_record_history);
+  ASSERT_EQ(record(-1, "all", 0, 100), EVMM_TORCH_OK);
+  void* const at = allocate(5000);
+  void* const other = allocate(5000, 1);
+  free(at);
+  const allocator_snapshot both = snapshot(-1);
+  ASSERT_EQ(both.device_traces.size(), 2u);
+  EXPECT_FALSE(both.device_traces[0].empty());
+  EXPECT_FALSE(both.device_traces[1].empty());
+  EXPECT_EQ(both.device_traces[0].back().action, trace_action::free_completed);
+  EXPECT_EQ(segment_of(other).device, 1);
+  EXPECT_EQ(record(0, "off", 0, 100), EVMM_TORCH_OK);
+  EXPECT_EQ(record(-1, "off", 0, 100), EVMM_TORCH_OK);
+  EXPECT_TRUE(snapshot(1).device_traces.back().empty());
+  free(other, 1);
+  EXPECT_EQ(record(0, "everything", 0, 100), EVMM_TORCH_INVALID_ARGUMENT);
+  EXPECT_THAT(last_error(), HasSubstr("off, state, alloc or all"));
+  EXPECT_EQ(record(0, nullptr, 0, 100), EVMM_TORCH_INVALID_ARGUMENT);
+  EXPECT_EQ(FROM_LIBRARY(evmm_torch_snapshot)(0, "/nowhere/at/all"), EVMM_TORCH_DRIVER_ERROR);
+  EXPECT_THAT(last_error(), AllOf(HasSubstr("/nowhere/at/all"), HasSubstr("No such file")));
+  EXPECT_EQ(FROM_LIBRARY(evmm_torch_snapshot)(0, nullptr), EVMM_TORCH_INVALID_ARGUMENT);
+}
+
+TEST_F(torch_face, configure_says_what_is_wrong) {
+  const auto configure = FROM_LIBRARY(evmm_torch_configure);
+  EXPECT_EQ(configure("max_split_size_mbb:40"), EVMM_TORCH_INVALID_ARGUMENT);
+  EXPECT_THAT(last_error(), HasSubstr("max_split_size_mb"));
+  EXPECT_EQ(configure("garbage_collection_threshold:7"), EVMM_TORCH_INVALID_ARGUMENT);
+  EXPECT_EQ(configure(nullptr), EVMM_TORCH_INVALID_ARGUMENT);
+  allocate(0);  // the device is in use
+  EXPECT_EQ(configure("backend:cudaMallocAsync"), EVMM_TORCH_INVALID_ARGUMENT);
+  EXPECT_EQ(configure("max_split_size_mb:40"), EVMM_TORCH_OK) << last_error();
+  EXPECT_EQ(statistics()["max_split_size"], 40_MiB);
+}
+
+class torch_face_tiers : public torch_face {
+ protected:
+  static std::int64_t host_bytes() { return statistics()["host_tier_bytes"]; }
+};
+
+TEST_F(torch_face_tiers, a_pool_spans_the_device_and_the_host) {
+  const auto before = host_bytes();
+  void* const held = allocate(32 * k_mib);
+  for (const ssize_t mib : {40, 200}) {  // 200: more than the device ever had
+    void* const at = FROM_LIBRARY(evmm_torch_host_tier_alloc)(mib * k_mib, 0, nullptr);
+    ASSERT_NE(at, nullptr) << last_error();
+    EXPECT_GE(host_bytes() - before, (mib - 32) * k_mib);
+    EXPECT_EQ(allocate(40 * k_mib), nullptr) << "other allocations are not routed";
+    FROM_LIBRARY(evmm_torch_host_tier_free)(at, mib * k_mib, 0, nullptr);
+    EXPECT_EQ(host_bytes(), before);
+  }
+  free(held);
+}
+
+TEST_F(torch_face_tiers, a_pool_of_the_host_alone) {
+  const auto before = host_bytes();
+  void* const at = FROM_LIBRARY(evmm_torch_host_only_alloc)(4 * k_mib, 0, nullptr);
+  ASSERT_NE(at, nullptr) << last_error();
+  EXPECT_GE(host_bytes() - before, 4 * k_mib);
+  FROM_LIBRARY(evmm_torch_host_only_free)(at, 4 * k_mib, 0, nullptr);
+  EXPECT_EQ(host_bytes(), before);
+  FROM_LIBRARY(evmm_torch_host_only_free)(nullptr, 0, 0, nullptr);
+  EXPECT_EQ(FROM_LIBRARY(evmm_torch_host_only_alloc)(-1, 0, nullptr), nullptr);
+  EXPECT_EQ(FROM_LIBRARY(evmm_torch_last_code)(), EVMM_TORCH_INVALID_ARGUMENT);
+}
+
+TEST_F(torch_face_tiers, the_calling_threads_allocations) {
+  const auto begin = FROM_LIBRARY(evmm_torch_begin_tiers);
+  const auto end = FROM_LIBRARY(evmm_torch_end_tiers);
+  ASSERT_EQ(begin(0, EVMM_TORCH_HOST_ONLY), EVMM_TORCH_OK);
+  void* const on_host = allocate(4 * k_mib);
+  void* beside = nullptr;
+  std::thread([&] {
+    beside = allocate(4 * k_mib);
+    EXPECT_EQ(end(0, EVMM_TORCH_HOST_ONLY), EVMM_TORCH_INVALID_ARGUMENT) << "another's";
+  }).join();
+  ASSERT_EQ(begin(0, EVMM_TORCH_DEVICE_THEN_HOST), EVMM_TORCH_OK);
+  void* const spanning = allocate(80 * k_mib);
+  EXPECT_EQ(end(0, EVMM_TORCH_HOST_ONLY), EVMM_TORCH_INVALID_ARGUMENT) << "not the last";
+  EXPECT_EQ(end(0, EVMM_TORCH_DEVICE_THEN_HOST), EVMM_TORCH_OK);
+  void* const again = allocate(4 * k_mib);
+  EXPECT_EQ(end(0, EVMM_TORCH_HOST_ONLY), EVMM_TORCH_OK);
+  void* const after = allocate(4 * k_mib);
+  EXPECT_EQ(segment_of(on_host).where, tier::host);
+  EXPECT_EQ(segment_of(again).where, tier::host);
+  EXPECT_EQ(segment_of(beside).where, tier::device);
+  EXPECT_EQ(segment_of(after).where, tier::device);
+  EXPECT_NE(spanning, nullptr);
+  for (void* const at : {on_host, beside, spanning, again, after}) free(at);
+  EXPECT_EQ(begin(0, 2), EVMM_TORCH_INVALID_ARGUMENT);
+  EXPECT_EQ(end(0, EVMM_TORCH_HOST_ONLY), EVMM_TORCH_INVALID_ARGUMENT);
+}
+
+TEST_F(torch_face, threads) {
+  constexpr int k_threads = 4;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < k_threads; ++t) {
+    threads.emplace_back([t] {
+      std::vector<void*> held;
+      for (int i = 0; i < 400; ++i) {
+        const ssize_t bytes = 512 + (i * 7919 + t * 104729) % (k_mib / 2);
+        if (void* const at = allocate(bytes, t % 2)) {
+          *static_cast<int*>(at) = t;
+          held.push_back(at);
+        }
+        if (held.size() > 8) {
+          EXPECT_EQ(*static_cast<int*>(held.front()), t);
+          free(held.front(), t % 2);
+          held.erase(held.begin());
+        }
+        if (i % 100 == 50) FROM_LIBRARY(evmm_torch_empty_cache)(t % 2);
+        if (i % 100 == 75) {
+          FROM_LIBRARY(evmm_torch_host_only_free)
+          (FROM_LIBRARY(evmm_torch_host_only_alloc)(k_mib, t % 2, nullptr), k_mib, t % 2, nullptr);
+        }
+      }
+      for (void* const at : held) free(at, t % 2);
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  for (const int device : {0, 1}) {
+    EXPECT_EQ(statistics(device)["allocation.all.current"], 0);
+    EXPECT_EQ(statistics(device)["host_tier_bytes"], 0);
+  }
+}
+
+TEST_F(torch_face, a_forked_child_gets_nothing_and_frees_nothing) {
+  void* const at = allocate(1000);
+  ASSERT_NE(at, nullptr);
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    int wrong = 0;
+    wrong |= allocate(1000) == nullptr ? 0 : 1;
+    wrong |= FROM_LIBRARY(evmm_torch_last_code)() == EVMM_TORCH_INVALID_ARGUMENT ? 0 : 2;
+    free(at);
+    wrong |= FROM_LIBRARY(evmm_torch_last_code)() == EVMM_TORCH_OK ? 0 : 4;
+    ::_exit(wrong);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), 0);
+  free(at);
+  EXPECT_THAT(last_error(), IsEmpty());
+}
+
+}  // namespace
+}  // namespace evmm
