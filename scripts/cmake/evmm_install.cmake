@@ -10,7 +10,7 @@ set(evmm_package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/evmm")
 file(RELATIVE_PATH evmm_prefix_from_pc "/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/")
 string(REGEX REPLACE "/$" "" evmm_prefix_from_pc "${evmm_prefix_from_pc}")
 set(evmm_components "")
-foreach(component IN ITEMS core comm ep)
+foreach(component IN ITEMS core comm ep torch)
   if(TARGET evmm_${component})
     list(APPEND evmm_components ${component})
   endif()
@@ -94,7 +94,7 @@ foreach(component IN LISTS evmm_components)
 
   # pkg-config: a shared library brings its own; a static one needs them on the plain link line.
   set(evmm_module_others "")
-  if(NOT component STREQUAL "core")
+  if(NOT component MATCHES "^(core|torch)$")  # evmm_torch carries or brings its own
     set(evmm_module_others "evmm-core = ${PROJECT_VERSION}")
   endif()
   list(JOIN evmm_modules " " evmm_modules)
@@ -133,6 +133,8 @@ install(DIRECTORY "${PROJECT_SOURCE_DIR}/include/" DESTINATION "${CMAKE_INSTALL_
   FILES_MATCHING PATTERN "*.hpp" PATTERN "*.cuh" PATTERN "*.h")
 install(FILES "${PROJECT_BINARY_DIR}/include/evmm/version.hpp"
   DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/evmm")
+install(FILES "${PROJECT_SOURCE_DIR}/lib/torch/evmm_torch.py"
+  DESTINATION "${CMAKE_INSTALL_DATADIR}/evmm/python")
 install(FILES "${PROJECT_SOURCE_DIR}/LICENSE" DESTINATION "${CMAKE_INSTALL_DOCDIR}")
 
 # The `evmm` program.

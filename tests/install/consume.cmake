@@ -58,3 +58,20 @@ endif()
 if(EXISTS "${work}/prefix/bin/evmm")
   run("${work}/prefix/bin/evmm" --version)
 endif()
+
+# A C program on libevmm_torch.so alone, and its Python module, which finds the library from where
+# it lies.
+execute_process(COMMAND "${pkg_config}" --cflags --libs evmm-torch
+  OUTPUT_VARIABLE flags OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+separate_arguments(flags UNIX_COMMAND "${flags}")
+run("${compiler}" -x c -std=c11 -Wall -Wextra -Werror
+  "${CMAKE_CURRENT_LIST_DIR}/consumer/torch_consumer.c" -x none -o "${work}/torch_consumer" ${flags}
+  "-Wl,-rpath,${work}/prefix/${libdir}")
+set(ENV{EVMM_DRIVER} host)
+run("${work}/torch_consumer")
+if(python)
+  set(ENV{PYTHONPATH} "${work}/prefix/share/evmm/python")
+  unset(ENV{EVMM_TORCH_LIBRARY})
+  run("${python}" -B -c
+    "import evmm_torch; print(evmm_torch.library_path(), evmm_torch.version(), len(evmm_torch.memory_stats(0)))")
+endif()
