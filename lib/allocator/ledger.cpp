@@ -107,58 +107,56 @@ void ledger::remove(ledger_account& account) {
 
 void ledger::settle(ledger_account& asker) {
   const std::lock_guard lock(guard_);
-  std::array<lanes, levels> taken = std::exchange(spare_, {});
-  const auto lacks = [&] {
+  std::array<lanes, levels> taken{};
+  std::array<lanes, levels> room{};
+  {
     const std::lock_guard mine(asker.guard_);
     asker.update();
+    const auto& [first, second] = asker.parts_;
     for (std::size_t lane = 0; lane < ledger_account::lane_count; ++lane) {
-      const auto& [first, second] = asker.parts_;
-      if (first.shared[lane] + second.shared[lane] + taken[all][lane] < 0 ||
-          first.room[lane] + taken[small][lane] < 0 ||
-          second.room[lane] + taken[large][lane] < 0) {
-        return true;
-      }
+      room[all][lane] = first.shared[lane] + second.shared[lane];
+      room[small][lane] = first.room[lane];
+      room[large][lane] = second.room[lane];
     }
-    return false;
-  };
-  // First half of what the others have, then, when that is not enough, the rest.
+  }
+  // First half of what others have, then what is needed and no more: whoever is left without comes
+  // here too. A negative room belongs to a thread that is on its way.
   for (const bool half : {true, false}) {
+    const auto take = [&](lanes& from, which level) {
+      for (std::size_t lane = 0; lane < from.size(); ++lane) {
+        const std::int64_t lacking = -(room[level][lane] + taken[level][lane]);
+        if (lacking <= 0 || from[lane] <= 0) continue;
+        const std::int64_t part = half ? from[lane] / 2 : std::min(from[lane], lacking);
+        from[lane] -= part;
+        taken[level][lane] += part;
+      }
+    };
+    for (const which level : {all, small, large}) take(spare_[level], level);
     for (ledger_account* other : accounts_) {
       if (other == &asker) continue;
       const std::lock_guard theirs(other->guard_);
       other->update();
-      const auto take = [half](lanes& from, lanes& to) {
-        for (std::size_t lane = 0; lane < from.size(); ++lane) {
-          // A negative room belongs to a thread that is on its way here: it is a debt to take over
-          // only when there is no other room.
-          const std::int64_t part = half ? std::max<std::int64_t>(from[lane], 0) / 2 : from[lane];
-          from[lane] -= part;
-          to[lane] += part;
-        }
-      };
-      take(other->parts_[0].room, taken[small]);
-      take(other->parts_[1].room, taken[large]);
-      for (auto& part : other->parts_) take(part.shared, taken[all]);
+      for (auto& part : other->parts_) take(part.shared, all);
+      take(other->parts_[0].room, small);
+      take(other->parts_[1].room, large);
       other->set_limits();
     }
-    if (!lacks()) break;
   }
   const std::lock_guard mine(asker.guard_);
   asker.update();
   auto& [first, second] = asker.parts_;
   for (std::size_t lane = 0; lane < ledger_account::lane_count; ++lane) {
-    const auto give = [&](std::int64_t& room, which level) {
-      if (room < 0) {
-        levels_[level].peak[lane] -= room;
-        room = 0;
-      }
+    const auto raise = [&](std::int64_t& now, which level) {
+      if (now >= 0) return;
+      levels_[level].peak[lane] -= now;
+      now = 0;
     };
     first.room[lane] += taken[small][lane];
     second.room[lane] += taken[large][lane];
-    give(first.room[lane], small);
-    give(second.room[lane], large);
+    raise(first.room[lane], small);
+    raise(second.room[lane], large);
     std::int64_t together = first.shared[lane] + second.shared[lane] + taken[all][lane];
-    give(together, all);
+    raise(together, all);
     const bool number = lane == k_count || lane == k_active_count;
     second.shared[lane] = number ? 0 : together / 2;
     first.shared[lane] = together - second.shared[lane];
