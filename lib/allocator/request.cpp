@@ -199,7 +199,15 @@ caching_allocator::state::taken caching_allocator::state::request(
       const std::size_t device_free = on->usage(memory_location::on(device)).free_bytes;
       const std::size_t held_bytes = supply.held_bytes(tier::device);
       const std::size_t allowed = terms.limit - std::min(terms.limit, held_bytes);
-      if (std::min(device_free, allowed) < size) fail(from, size, bytes, true, lock);
+      if (std::min(device_free, allowed) < size) {
+        // What is held may move to where it is needed: the driver is asked for no memory.
+        terms.may_make = false;
+        if (expandable(from)) {
+          if (block* const found = extend(from, size, terms, held)) return {&from, found};
+        }
+        if (where == tiers.back()) fail(from, size, bytes, true, lock);
+        continue;
+      }
     }
     // 4. New memory, or memory that nobody uses any more.
     if (block* const found = extend(from, size, terms, held)) return {&from, found};
