@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/support/allocator_contract.hpp"
+
+#include "tests/support/allocator_expandable_contract.hpp"
+#include "tests/support/allocator_shortage_contract.hpp"
+#include "tests/support/allocator_size_contract.hpp"
+#include "tests/support/allocator_statistics_contract.hpp"
+#include "tests/support/allocator_stream_contract.hpp"
+
+#include <evmm/driver.hpp>
+
+namespace evmm::test {
+namespace {
+
+const driver_choice k_cuda{"cuda", [](std::string* why_not) -> std::shared_ptr<driver> {
+                             return cuda_available(why_not) ? make_cuda_driver() : nullptr;
+                           }};
+const auto k_name = [](const auto& info) { return info.param.name; };
+
+INSTANTIATE_TEST_SUITE_P(drivers, allocator_expandable_contract, ::testing::Values(k_cuda), k_name);
+INSTANTIATE_TEST_SUITE_P(drivers, allocator_shortage_contract, ::testing::Values(k_cuda), k_name);
+INSTANTIATE_TEST_SUITE_P(drivers, allocator_size_contract, ::testing::Values(k_cuda), k_name);
+INSTANTIATE_TEST_SUITE_P(drivers, allocator_statistics_contract, ::testing::Values(k_cuda), k_name);
+INSTANTIATE_TEST_SUITE_P(drivers, allocator_stream_contract, ::testing::Values(k_cuda), k_name);
+
+}  // namespace
+}  // namespace evmm::test
