@@ -71,6 +71,7 @@ TEST_P(allocator_stream_contract, a_block_waits_for_all_its_streams) {
   const native_stream two = new_stream();
   void* const first = allocator->allocate(3_MiB);
   stream_gate gate_one(*on, one);
+  gate_one.wait_reached();  // both may run on one thread: first come, first out
   stream_gate gate_two(*on, two);
   for (native_stream each : {one, two}) allocator->record_stream(first, each);
   allocator->free(first);

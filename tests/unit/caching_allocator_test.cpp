@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "tests/support/allocator_capture_contract.hpp"
 #include "tests/support/allocator_expandable_contract.hpp"
+#include "tests/support/allocator_pool_contract.hpp"
 #include "tests/support/allocator_shortage_contract.hpp"
 #include "tests/support/allocator_size_contract.hpp"
 #include "tests/support/allocator_statistics_contract.hpp"
@@ -16,7 +18,9 @@ const driver_choice k_host{
     }};
 const auto k_name = [](const auto& info) { return info.param.name; };
 
+INSTANTIATE_TEST_SUITE_P(drivers, allocator_capture_contract, ::testing::Values(k_host), k_name);
 INSTANTIATE_TEST_SUITE_P(drivers, allocator_expandable_contract, ::testing::Values(k_host), k_name);
+INSTANTIATE_TEST_SUITE_P(drivers, allocator_pool_contract, ::testing::Values(k_host), k_name);
 INSTANTIATE_TEST_SUITE_P(drivers, allocator_shortage_contract, ::testing::Values(k_host), k_name);
 INSTANTIATE_TEST_SUITE_P(drivers, allocator_size_contract, ::testing::Values(k_host), k_name);
 INSTANTIATE_TEST_SUITE_P(drivers, allocator_statistics_contract, ::testing::Values(k_host), k_name);
