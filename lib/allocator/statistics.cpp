@@ -34,6 +34,19 @@ void count_inactive_splits(const std::vector<arena*>& arenas, allocator_statisti
   }
 }
 
+/// PyTorch's table: the divisions for sizes from 1 MiB to 32 GiB, by powers of two.
+std::string divisions_text(const allocator_options& options) {
+  std::string text;
+  for (int power = 0; power < 16; ++power) {
+    unsigned divisions = 0;
+    for (const rounding_step& step : options.roundup_power2_divisions) {
+      if (step.from <= std::size_t{1} << (20 + power)) divisions = step.divisions;
+    }
+    text += fmt::format("{}{}:{}", text.empty() ? "" : ",", 1 << power, divisions);
+  }
+  return "[" + text + "]";
+}
+
 }  // namespace
 
 allocator_statistics caching_allocator::statistics() const {
@@ -262,6 +275,7 @@ allocator_snapshot caching_allocator::snapshot(std::optional<pool_id> pool, bool
   state& s = *state_;
   const std::lock_guard lock(s.slow);
   allocator_snapshot all;
+  std::size_t active_bytes = 0;
   const pool_record* const only = pool ? &s.pool(*pool) : nullptr;
   for (arena* one : s.all_arenas) {
     if (only != nullptr && &one->pool() != only) continue;
@@ -293,6 +307,7 @@ allocator_snapshot caching_allocator::snapshot(std::optional<pool_id> pool, bool
         run->total_bytes += b->bytes;
         if (live) run->allocated_bytes += b->bytes;
         if (active) run->active_bytes += b->bytes;
+        if (active) active_bytes += b->bytes;
         if (active) run->requested_bytes += b->requested;
         run->blocks.push_back(
             {.at = b->at,
@@ -307,6 +322,13 @@ allocator_snapshot caching_allocator::snapshot(std::optional<pool_id> pool, bool
   }
   std::sort(all.segments.begin(), all.segments.end(),
             [](const auto& a, const auto& b) { return a.at < b.at; });
+  if (s.happened.wanted()) {
+    s.happened.record({.action = trace_action::snapshot,
+                       .at = 0,
+                       .bytes = active_bytes,
+                       .stream = nullptr,
+                       .pool = pool.value_or(pool_id{})});
+  }
   all.device_traces.resize(static_cast<std::size_t>(s.device.value) + 1);
   if (traces) all.device_traces.back() = s.happened.entries();
   all.external_annotations = s.happened.annotations();
@@ -322,6 +344,7 @@ allocator_snapshot caching_allocator::snapshot(std::optional<pool_id> pool, bool
       {"release_lock_on_cudamalloc", text(now.release_lock_on_device_alloc)},
       {"pinned_use_cuda_host_register", text(now.pinned.use_host_register)},
       {"graph_capture_record_stream_reuse", text(now.graph_capture_record_stream_reuse)},
+      {"roundup_power2_divisions", divisions_text(now)},
   };
   return all;
 }
