@@ -83,6 +83,10 @@ struct caching_allocator::state {
   bool wait_for_event(arena& of);
   [[noreturn]] void fail(const arena& from, std::size_t size, std::size_t bytes, bool rejected,
                          std::unique_lock<std::recursive_mutex>& lock);
+  oom_report report_of(std::size_t bytes, bool rejected) const;
+  void tell(const oom_report& report);  ///< with no lock held
+  /// By another backend, which has no ladder of its own.
+  void* allocate_elsewhere(std::size_t bytes, native_stream stream);
   std::size_t reservation_for(native_stream stream) const;
   std::size_t limit() const;
   bool capturing(native_stream stream) const {

@@ -190,7 +190,7 @@ void* caching_allocator::allocate(std::size_t bytes, native_stream stream) {
     throw invalid_argument(fmt::format("cannot allocate {} bytes: the limit is 1 EiB", bytes));
   }
   if (s.other) [[unlikely]]
-    return s.other->allocate(bytes, stream);
+    return s.allocate_elsewhere(bytes, stream);
   const std::size_t size = s.rules.round(bytes);
   arena& from = s.arena_for(stream, s.rules.class_of(size));
   from.guard().lock();

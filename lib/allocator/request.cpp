@@ -240,26 +240,17 @@ caching_allocator::state::taken caching_allocator::state::request(
   fail(from, size, bytes, false, lock);
 }
 
-void caching_allocator::state::fail(const arena& from, std::size_t size, std::size_t bytes,
-                                    bool rejected, std::unique_lock<std::recursive_mutex>& lock) {
-  ++ooms;
-  if (rejected) ++rejections;
+oom_report caching_allocator::state::report_of(std::size_t bytes, bool rejected) const {
   const memory_usage usage = on->usage(memory_location::on(device));
-  const oom_report report{.device = device,
-                          .requested_bytes = bytes,
-                          .allowed_bytes = std::min(limit(), usage.total_bytes),
-                          .total_bytes = usage.total_bytes,
-                          .free_bytes = usage.free_bytes,
-                          .rejected = rejected};
-  const out_of_memory failure = out_of_memory_text(*this, from, size, report);
-  if (happened.wanted()) {
-    happened.record({.action = trace_action::oom,
-                     .at = usage.free_bytes,
-                     .bytes = bytes,
-                     .stream = from.stream(),
-                     .pool = from.pool().id});
-  }
-  lock.unlock();
+  return {.device = device,
+          .requested_bytes = bytes,
+          .allowed_bytes = std::min(limit(), usage.total_bytes),
+          .total_bytes = usage.total_bytes,
+          .free_bytes = usage.free_bytes,
+          .rejected = rejected};
+}
+
+void caching_allocator::state::tell(const oom_report& report) {
   std::vector<std::shared_ptr<std::function<void(const oom_report&)>>> observers;
   {
     const std::lock_guard guard(observers_guard);
@@ -270,6 +261,36 @@ void caching_allocator::state::fail(const arena& from, std::size_t size, std::si
   for (const auto& observer : observers) {
     log_failure("telling of an out-of-memory", [&] { (*observer)(report); });
   }
+}
+
+void* caching_allocator::state::allocate_elsewhere(std::size_t bytes, native_stream stream) {
+  try {
+    return other->allocate(bytes, stream);
+  } catch (const out_of_memory&) {
+    {
+      const std::lock_guard lock(slow);
+      ++ooms;
+    }
+    tell(report_of(bytes, false));
+    throw;
+  }
+}
+
+void caching_allocator::state::fail(const arena& from, std::size_t size, std::size_t bytes,
+                                    bool rejected, std::unique_lock<std::recursive_mutex>& lock) {
+  ++ooms;
+  if (rejected) ++rejections;
+  const oom_report report = report_of(bytes, rejected);
+  const out_of_memory failure = out_of_memory_text(*this, from, size, report);
+  if (happened.wanted()) {
+    happened.record({.action = trace_action::oom,
+                     .at = report.free_bytes,
+                     .bytes = bytes,
+                     .stream = from.stream(),
+                     .pool = from.pool().id});
+  }
+  lock.unlock();
+  tell(report);
   throw failure;
 }
 

@@ -54,6 +54,8 @@ allocator_statistics caching_allocator::statistics() const {
   allocator_statistics all;
   if (s.other) {
     s.other->fill(all);
+    const std::lock_guard lock(s.slow);
+    all.num_ooms = s.ooms;
     return all;
   }
   const std::lock_guard lock(s.slow);
@@ -120,8 +122,11 @@ void caching_allocator::reset_peaks() {
 
 void caching_allocator::reset_totals() {
   state& s = *state_;
-  if (s.other) return s.other->reset_totals();
   const std::lock_guard lock(s.slow);
+  if (s.other) {
+    s.ooms = 0;
+    return s.other->reset_totals();
+  }
   s.books.reset_totals();
   s.supply.reset_totals();
   s.retries = s.ooms = s.rejections = s.full_waits = 0;
