@@ -161,6 +161,35 @@ TEST_P(allocator_expandable_contract, handles_of_a_busy_stream_are_taken_behind_
   allocator->free(taken);
 }
 
+TEST_P(allocator_expandable_contract,
+       addresses_of_moved_memory_are_left_alone_while_work_uses_them) {
+  make();
+  const native_stream stream = new_stream();
+  const auto all = allocate(4, 16_MiB, stream);
+  const stream_gate gate(*on, stream);  // to wait for the stream would be for ever
+  on->fill(at(all[0]), std::byte{1}, 16_MiB, stream);
+  free({all[0], all[2]});
+  void* const large = allocator->allocate(32_MiB, stream);
+  EXPECT_EQ(reserved(), 64 << 20);
+  void* const more = allocator->allocate(16_MiB, stream);
+  EXPECT_EQ(reserved(), 80 << 20);
+  free({all[1], all[3], large, more});
+}
+
+TEST_P(allocator_expandable_contract, a_stream_whose_memory_was_taken_goes_on_elsewhere) {
+  make("recycle_handles:wait");
+  const native_stream busy = new_stream();
+  void* const first = allocator->allocate(8_MiB, busy);
+  const stream_gate gate(*on, busy);
+  on->fill(at(first), std::byte{1}, 8_MiB, busy);
+  allocator->free(first);
+  void* const taken = allocator->allocate(8_MiB, new_stream());
+  EXPECT_EQ(reserved(), 8 << 20);
+  void* const next = allocator->allocate(8_MiB, busy);
+  EXPECT_NE(next, first) << "work still uses what is mapped there";
+  free({taken, next});
+}
+
 TEST_P(allocator_expandable_contract, handles_move_between_size_classes_and_pools) {
   make();
   free(allocate(8, 1_MiB));
