@@ -301,18 +301,19 @@ void caching_allocator::state::free(address at) {
   }
   arena& owner = *freed->owner;
   if (happened.wanted()) note(trace_action::free_requested, owner, *freed);
-  if (rules.oversize(freed->bytes)) {
+  const bool oversize = rules.oversize(freed->bytes);
+  if (freed->other_streams) {
+    defer(owner, *freed, held);  // may fail: then nothing has happened
+  } else {
+    owner.account().free(freed->bytes, freed->requested);
+    if (happened.wanted()) note(trace_action::free_completed, owner, *freed);
+    freed->stack.reset();
+    owner.put(freed);
+  }
+  if (oversize) {
     const std::lock_guard lock(oversize_guard);
     oversize_allocations.add(-1);
   }
-  if (freed->other_streams) {
-    defer(owner, *freed, held);
-    return;
-  }
-  owner.account().free(freed->bytes, freed->requested);
-  if (happened.wanted()) note(trace_action::free_completed, owner, *freed);
-  freed->stack.reset();
-  owner.put(freed);
 }
 
 void caching_allocator::free(void* pointer) {
