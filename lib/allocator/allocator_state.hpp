@@ -153,7 +153,7 @@ struct caching_allocator::state {
 
   struct shared_mapping;
   std::mutex imports_guard;
-  std::map<std::string, std::weak_ptr<void>> imports;
+  std::map<std::string, std::weak_ptr<shared_mapping>> imports;
 };
 
 }  // namespace evmm

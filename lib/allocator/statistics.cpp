@@ -243,13 +243,6 @@ void caching_allocator::set_stream_class(native_stream stream, const std::string
   state_->stream_classes[stream] = name;
 }
 
-void caching_allocator::enable_peer(device_id peer) {
-  state& s = *state_;
-  if (peer == s.device) return;
-  const std::lock_guard lock(s.slow);
-  s.supply.enable_peer(peer);
-}
-
 // --- history -----------------------------------------------------------------------------------
 
 void caching_allocator::record_history(const history_options& options) {

@@ -4,6 +4,7 @@
 #include "tests/support/allocator_contract.hpp"
 #include "tests/support/descriptor_passing.hpp"
 
+#include <algorithm>
 #include <cstring>
 
 #include <spawn.h>
@@ -191,6 +192,29 @@ TEST_P(allocator_sharing_contract, what_cannot_be_shared_or_read_is_refused) {
   alive_counts after = on->alive();
   after.descriptors = before.descriptors;
   EXPECT_EQ(after, before) << "a failed import leaves nothing";
+  allocator->free(block);
+}
+
+TEST_P(allocator_sharing_contract, another_device_reaches_imports_too) {
+  if (on->device_count() < 2) GTEST_SKIP() << "one device";
+  if (!on->can_access(device_id{1}, device_id{0})) GTEST_SKIP() << "no peer access";
+  make();
+  void* const block = allocator->allocate(4_MiB);
+  const exported shared(allocator->export_allocation(block));
+  const auto grants = [&] {
+    const auto all = on->record_of_calls();
+    return std::count(all.begin(), all.end(), driver_call::set_access);
+  };
+  auto existing = allocator->import_allocation(shared.handle);
+  on->clear_record();
+  allocator->enable_peer(device_id{1});
+  EXPECT_EQ(grants(), 4) << "two handles, mapped twice";
+  write_pattern(*on, at(existing.get()), 4_MiB, 7, device_id{1});
+  EXPECT_TRUE(holds(block, 4_MiB, 7));
+  existing.reset();
+  const auto future = allocator->import_allocation(shared.handle);
+  write_pattern(*on, at(future.get()), 4_MiB, 8, device_id{1});
+  EXPECT_TRUE(holds(block, 4_MiB, 8));
   allocator->free(block);
 }
 

@@ -473,6 +473,22 @@ TEST(allocator_moves, leave_alone_what_functions_write_meanwhile) {
   on->destroy_stream(writer);
 }
 
+TEST(allocator_sharing, an_import_keeps_its_driver) {
+  std::shared_ptr<driver> on = host_driver::make({.devices = 1});
+  const std::weak_ptr<driver> seen = on;
+  auto allocator = std::make_unique<caching_allocator>(on, device_id{0});
+  void* const block = allocator->allocate(4_MiB);
+  const ipc_handle shared = allocator->export_allocation(block);
+  std::shared_ptr<void> imported = allocator->import_allocation(shared);
+  for (const int fd : shared.fds) ::close(fd);
+  allocator->free(block);
+  allocator.reset();
+  on.reset();
+  EXPECT_FALSE(seen.expired());
+  imported.reset();
+  EXPECT_TRUE(seen.expired());
+}
+
 // --- processes ----------------------------------------------------------------------------------
 
 TEST(allocator_processes, a_forked_child_is_refused) {
