@@ -71,6 +71,10 @@ struct caching_allocator::state {
   /// Memory for a request that no free block serves; the arena it comes from is locked by `held`.
   taken request(arena& from, std::size_t size, std::size_t bytes,
                 std::unique_lock<spin_lock>& held);
+  /// The ladder of request(); `live` is the most that was ever live.
+  taken find_memory(arena& from, std::size_t size, std::size_t bytes, std::size_t live,
+                    std::unique_lock<spin_lock>& held,
+                    std::unique_lock<std::recursive_mutex>& lock);
   block* extend(arena& from, std::size_t size, const supply_terms& terms,
                 std::unique_lock<spin_lock>& held);
   bool expandable(const arena& from) const;

@@ -163,6 +163,24 @@ caching_allocator::state::taken caching_allocator::state::request(
   const auto live = static_cast<std::size_t>(
       std::max(books.peak_active_bytes(), books.active_bytes() + static_cast<std::int64_t>(size)));
   std::unique_lock lock(slow);
+  try {
+    return find_memory(from, size, bytes, live, held, lock);
+  } catch (const out_of_memory&) {
+    // fail() has counted and told, and let go of the lock; a reservation too small did neither.
+    if (lock.owns_lock()) {
+      if (held.owns_lock()) held.unlock();
+      ++ooms;
+      const oom_report report = report_of(bytes, false);
+      lock.unlock();
+      tell(report);
+    }
+    throw;
+  }
+}
+
+caching_allocator::state::taken caching_allocator::state::find_memory(
+    arena& from, std::size_t size, std::size_t bytes, std::size_t live,
+    std::unique_lock<spin_lock>& held, std::unique_lock<std::recursive_mutex>& lock) {
   clock.fetch_add(1, std::memory_order_relaxed);
   const bool whole = from.pool().options.no_split;
   const auto try_free = [&]() -> block* {

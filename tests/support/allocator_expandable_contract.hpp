@@ -257,10 +257,17 @@ TEST_P(allocator_expandable_contract, the_reservation_is_an_option_and_by_class)
 
 TEST_P(allocator_expandable_contract, a_request_beyond_the_reservation_names_the_key) {
   make("expandable_segments_reserve:64M");
+  std::size_t told = 0;
+  const auto observer = allocator->on_out_of_memory([&](const oom_report& report) {
+    told = report.requested_bytes;
+    (void)allocator->statistics();
+  });
   const std::string said = refusal([&] { (void)allocator->allocate(65_MiB); });
   EXPECT_TRUE(says(said, "out_of_memory")) << said;
   EXPECT_TRUE(says(said, "expandable_segments_reserve")) << said;
   EXPECT_TRUE(says(said, "64.0 MiB")) << said;
+  EXPECT_EQ(told, 65_MiB);
+  EXPECT_EQ(allocator->statistics().num_ooms, 1);
   const auto all = allocate(2, 40_MiB);
   EXPECT_EQ(allocator->expandable_sizes().size(), 2u) << "a second range where the first is full";
   free(all);
