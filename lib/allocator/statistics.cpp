@@ -230,6 +230,13 @@ void caching_allocator::configure(std::string_view text) {
     throw invalid_argument("min_block_size and small_limit_kb of an allocator cannot change",
                            "set them before the allocator is made");
   }
+  for (const device_id peer : now.peers) {
+    if (std::find(next.peers.begin(), next.peers.end(), peer) == next.peers.end()) {
+      throw invalid_argument(fmt::format("device {} cannot lose its access", peer.value),
+                             "name all peers that were named before, and more");
+    }
+  }
+  for (const device_id peer : next.peers) enable_peer(peer);
   state_->options.set(next);
 }
 

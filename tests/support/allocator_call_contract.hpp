@@ -226,6 +226,19 @@ TEST_P(allocator_call_contract, peers_may_be_given_from_the_start) {
   allocator->free(block);
 }
 
+TEST_P(allocator_call_contract, peers_may_be_named_while_running) {
+  if (on->device_count() < 2) GTEST_SKIP() << "one device";
+  if (!on->can_access(device_id{1}, device_id{0})) GTEST_SKIP() << "no peer access";
+  make();
+  void* const block = allocator->allocate(3_MiB);
+  allocator->configure("peers:[1]");
+  write_pattern(*on, at(block), 3_MiB, 1, device_id{1});
+  EXPECT_TRUE(holds(block, 3_MiB, 1));
+  EXPECT_TRUE(says(refusal([&] { allocator->configure("peers:[]"); }), "invalid_argument"));
+  EXPECT_EQ(allocator->options().peers, std::vector<device_id>{device_id{1}});
+  allocator->free(block);
+}
+
 TEST_P(allocator_call_contract, a_device_that_is_not_there_is_refused) {
   make();
   void* const block = allocator->allocate(3_MiB);
