@@ -84,7 +84,7 @@ void memory_supply::find_takable(search& in, std::span<arena* const> all) {
       needs_wait = !on_->idle(giver->stream());
       if (needs_wait && (!may_wait || capturing)) continue;
     }
-    if (held) in.locks.push_back(std::move(held));
+    const std::size_t before = in.takable.size();
     giver->merge_recent();
     giver->free_blocks().for_each(granule_, [&](block* free) {
       if (!free->in->expandable()) return;
@@ -101,6 +101,8 @@ void memory_supply::find_takable(search& in, std::span<arena* const> all) {
         at = span->end();
       }
     });
+    // Who has nothing to give goes on meanwhile.
+    if (held && in.takable.size() > before) in.locks.push_back(std::move(held));
   }
   std::sort(in.takable.begin(), in.takable.end(),
             [](const handle_record* a, const handle_record* b) {

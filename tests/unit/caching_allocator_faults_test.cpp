@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <future>
 #include <thread>
 
 #include <sys/wait.h>
@@ -307,6 +308,46 @@ TEST(allocator_waits, by_the_stream_alone_where_memory_can_be_mapped_behind_its_
   }
   on->destroy_stream(busy);
   on->destroy_stream(needy);
+}
+
+/// Holds the caller of create() while it is closed.
+class slow_driver final : public forwarding_driver {
+ public:
+  using forwarding_driver::forwarding_driver;
+  allocation_handle create(const allocation_request& request) override {
+    if (closed) {
+      reached.set_value();
+      open.get_future().wait();
+    }
+    return forwarding_driver::create(request);
+  }
+  std::atomic<bool> closed = false;
+  std::promise<void> reached, open;
+};
+
+TEST(allocator_waits, no_stream_whose_requests_are_cached_waits_while_the_driver_makes_memory) {
+  const auto on = std::make_shared<slow_driver>(host_driver::make({.devices = 1}));
+  const native_stream one = on->create_stream({0});
+  const native_stream two = on->create_stream({0});
+  {
+    caching_allocator allocator(on, device_id{0});
+    void* const live = allocator.allocate(4096, two);
+    void* const cached = allocator.allocate(4096, two);
+    allocator.free(cached);
+    on->closed = true;
+    void* made = nullptr;
+    std::thread slowly([&] { made = allocator.allocate(1_MiB + 512, one); });
+    on->reached.get_future().wait();
+    on->closed = false;
+    EXPECT_EQ(allocator.allocate(4096, two), cached);
+    allocator.free(cached);
+    on->open.set_value();
+    slowly.join();
+    allocator.free(made);
+    allocator.free(live);
+  }
+  on->destroy_stream(one);
+  on->destroy_stream(two);
 }
 
 // --- a small device -----------------------------------------------------------------------------
