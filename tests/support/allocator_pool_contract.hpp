@@ -176,6 +176,17 @@ TEST_P(allocator_pool_contract, no_split_hands_out_free_blocks_whole) {
   free({part, small});
 }
 
+TEST_P(allocator_pool_contract, no_split_holds_where_segments_expand) {
+  make();
+  const pool_id pool = allocator->create_pool({.no_split = true});
+  void* const big = allocate_in(pool, 16_MiB);
+  allocator->free(big);
+  void* const part = allocate_in(pool, 3_MiB);
+  EXPECT_EQ(part, big);
+  EXPECT_EQ(block_bytes(part), 16_MiB);
+  allocator->free(part);
+}
+
 TEST_P(allocator_pool_contract, a_pool_may_choose_whether_its_segments_expand) {
   make();
   const pool_id fixed = allocator->create_pool({.expandable_segments = false});

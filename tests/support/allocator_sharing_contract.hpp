@@ -110,6 +110,21 @@ TEST_P(allocator_sharing_contract, a_handle_is_mapped_once_as_long_as_somebody_h
   allocator->free(block);
 }
 
+TEST_P(allocator_sharing_contract, the_bytes_of_a_handle_are_the_same_each_time) {
+  make();
+  void* const block = allocator->allocate(7_MiB);
+  void* const other = allocator->allocate(7_MiB);
+  const exported one(allocator->export_allocation(block));
+  const exported two(allocator->export_allocation(block));
+  const exported not_it(allocator->export_allocation(other));
+  EXPECT_EQ(one.handle.bytes, two.handle.bytes);
+  EXPECT_NE(one.handle.bytes, not_it.handle.bytes);
+  EXPECT_EQ(allocator->import_allocation(one.handle).use_count(), 1);
+  const auto first = allocator->import_allocation(one.handle);
+  EXPECT_EQ(allocator->import_allocation(two.handle), first) << "cached by what it stands for";
+  free({block, other});
+}
+
 TEST_P(allocator_sharing_contract, an_import_goes_with_its_last_holder) {
   make();
   void* const block = allocator->allocate(4_MiB);

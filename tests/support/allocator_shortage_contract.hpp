@@ -46,6 +46,23 @@ TEST_P(allocator_shortage_contract, whoever_offers_may_free_something) {
   allocator->free(served);
 }
 
+TEST_P(allocator_shortage_contract, offers_are_asked_with_no_lock_held) {
+  make();
+  const auto offer = allocator->on_shortage([&] {
+    std::async(std::launch::async, [&] { (void)allocator->statistics(); }).get();
+    return false;
+  });
+  free({allocator->allocate(3_MiB)});
+}
+
+TEST_P(allocator_shortage_contract, an_offer_that_throws_fails_the_request_alone) {
+  make();
+  auto offer = allocator->on_shortage([]() -> bool { throw std::runtime_error("offer"); });
+  EXPECT_THROW((void)allocator->allocate(3_MiB), std::runtime_error);
+  offer.reset();
+  free({allocator->allocate(3_MiB)});
+}
+
 TEST_P(allocator_shortage_contract, an_offer_that_ended_is_not_asked) {
   make();
   int asked = 0;
