@@ -71,6 +71,10 @@ struct caching_allocator::state {
   /// Memory for a request that no free block serves; the arena it comes from is locked by `held`.
   taken request(arena& from, std::size_t size, std::size_t bytes,
                 std::unique_lock<spin_lock>& held);
+  /// The ladder of request(); `live` is the most that was ever live.
+  taken find_memory(arena& from, std::size_t size, std::size_t bytes, std::size_t live,
+                    std::unique_lock<spin_lock>& held,
+                    std::unique_lock<std::recursive_mutex>& lock);
   block* extend(arena& from, std::size_t size, const supply_terms& terms,
                 std::unique_lock<spin_lock>& held);
   bool expandable(const arena& from) const;
@@ -83,6 +87,10 @@ struct caching_allocator::state {
   bool wait_for_event(arena& of);
   [[noreturn]] void fail(const arena& from, std::size_t size, std::size_t bytes, bool rejected,
                          std::unique_lock<std::recursive_mutex>& lock);
+  oom_report report_of(std::size_t bytes, bool rejected) const;
+  void tell(const oom_report& report);  ///< with no lock held
+  /// By another backend, which has no ladder of its own.
+  void* allocate_elsewhere(std::size_t bytes, native_stream stream);
   std::size_t reservation_for(native_stream stream) const;
   std::size_t limit() const;
   bool capturing(native_stream stream) const {
@@ -151,7 +159,7 @@ struct caching_allocator::state {
 
   struct shared_mapping;
   std::mutex imports_guard;
-  std::map<std::string, std::weak_ptr<void>> imports;
+  std::map<std::string, std::weak_ptr<shared_mapping>> imports;
 };
 
 }  // namespace evmm

@@ -209,7 +209,7 @@ void* caching_allocator::allocate(std::size_t bytes, native_stream stream) {
     throw invalid_argument(fmt::format("cannot allocate {} bytes: the limit is 1 EiB", bytes));
   }
   if (s.other) [[unlikely]]
-    return s.other->allocate(bytes, stream);
+    return s.allocate_elsewhere(bytes, stream);
   const std::size_t size = s.rules.round(bytes);
   arena& from = s.arena_for(stream, s.rules.class_of(size));
   from.guard().lock();
@@ -322,18 +322,19 @@ void caching_allocator::state::free(address at) {
   }
   arena& owner = *freed->owner;
   if (happened.wanted()) note(trace_action::free_requested, owner, *freed);
-  if (rules.oversize(freed->bytes)) {
+  const bool oversize = rules.oversize(freed->bytes);
+  if (freed->shared) {
+    defer(owner, *freed, held);  // may fail: then nothing has happened
+  } else {
+    owner.account().free(owner.kind(), freed->bytes, freed->requested);
+    if (happened.wanted()) note(trace_action::free_completed, owner, *freed);
+    freed->stack.reset();
+    owner.put(freed);
+  }
+  if (oversize) {
     const std::lock_guard lock(oversize_guard);
     oversize_allocations.add(-1);
   }
-  if (freed->shared) {
-    defer(owner, *freed, held);
-    return;
-  }
-  owner.account().free(owner.kind(), freed->bytes, freed->requested);
-  if (happened.wanted()) note(trace_action::free_completed, owner, *freed);
-  freed->stack.reset();
-  owner.put(freed);
 }
 
 void caching_allocator::free(void* pointer) {

@@ -78,6 +78,8 @@ class expandable_range {
     const std::size_t i = (at - base()) / granule_;
     return i < by_granule_.size() ? by_granule_[i] : nullptr;
   }
+  /// Beyond this nothing was ever mapped.
+  address mapped_end() const noexcept { return base() + by_granule_.size() * granule_; }
   /// Room to note mappings up to `end`, so that set() cannot fail.
   void reserve(address up_to) {
     const std::size_t wanted = (up_to - base() + granule_ - 1) / granule_;

@@ -22,6 +22,8 @@ namespace {
 constexpr std::size_t most_spans = 8;
 /// What a mapping that is there already costs beside one that must be made, in bytes of it.
 constexpr std::size_t claim_cost = 64 << 10;
+/// What it costs to wait for the work that still uses a mapping: more than any new memory.
+constexpr std::size_t stall_cost = std::size_t{1} << 44;
 }  // namespace
 
 fixed_memory::~fixed_memory() {
@@ -88,7 +90,7 @@ void memory_supply::find_takable(search& in, std::span<arena* const> all) {
       needs_wait = !on_->idle(giver->stream());
       if (needs_wait && (!may_wait || capturing)) continue;
     }
-    if (held) in.locks.push_back(std::move(held));
+    const std::size_t before = in.takable.size();
     giver->merge_recent();
     giver->free_blocks().for_each(granule_, [&](block* free) {
       if (!free->in->expandable()) return;
@@ -105,6 +107,8 @@ void memory_supply::find_takable(search& in, std::span<arena* const> all) {
         at = span->end();
       }
     });
+    // Who has nothing to give goes on meanwhile.
+    if (held && in.takable.size() > before) in.locks.push_back(std::move(held));
   }
   std::sort(in.takable.begin(), in.takable.end(),
             [](const handle_record* a, const handle_record* b) {
@@ -127,14 +131,21 @@ void memory_supply::choose_place(search& in) const {
     std::size_t cost = 0;
     const address end = range.round_up(at + in.bytes);
     for (address here = range.round_down(at); here < end;) {
-      const span_record* const span = range.span_at(here);
+      span_record* const span = range.span_at(here);
       if (span == nullptr) {
         cost += granule_;
         here += granule_;
         continue;
       }
       if (!span->home()) {
-        cost += span->what.giver != nullptr ? claim_cost : std::min(end, span->end()) - here;
+        const handle_record& what = span->what;
+        const bool home_inside = &what.home->in == &range && what.home->at() < end &&
+                                 what.home->end() > range.round_down(at);
+        if (what.giver != nullptr && !home_inside) {
+          cost += claim_cost;
+        } else {
+          cost += std::min(end, span->end()) - here + (in_use(*span) ? stall_cost : 0);
+        }
       }
       here = span->end();
       if (cost > least_cost) return;
@@ -167,6 +178,9 @@ void memory_supply::choose_place(search& in) const {
       }
       if (part == last) break;
     }
+    // Where nothing was ever mapped no work can be in the way.
+    const address fresh = std::max(range.mapped_end(), first->at);
+    if (fresh + in.bytes <= end) consider(range, fresh, run);
   }
 }
 
@@ -279,6 +293,11 @@ span_record* memory_supply::map(handle_record& what, expandable_range& in, addre
   in.set(at, what.bytes(), made.get());
   what.spans.push_back(std::move(made));
   return what.spans.back().get();
+}
+
+bool memory_supply::in_use(span_record& stale) const {
+  if (stale.last_use && on_->done(stale.last_use->get())) stale.last_use.reset();
+  return stale.last_use.has_value();
 }
 
 void memory_supply::wait_for_last_use(span_record& stale) {

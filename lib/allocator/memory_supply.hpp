@@ -118,6 +118,8 @@ class memory_supply {
   handle_record* make(std::size_t bytes, tier where, size_class kind);
   span_record* map(handle_record& what, expandable_range& in, address at);
   void unmap(span_record& gone) noexcept;
+  /// Whether work may still use a mapping that is not its handle's home.
+  bool in_use(span_record& stale) const;
   void wait_for_last_use(span_record& stale);
   /// The handle's home leaves its giver's free block.
   void take_home(handle_record& taken, arena& needy);

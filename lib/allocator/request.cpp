@@ -163,6 +163,24 @@ caching_allocator::state::taken caching_allocator::state::request(
   const auto live = static_cast<std::size_t>(
       std::max(books.peak_active_bytes(), books.active_bytes() + static_cast<std::int64_t>(size)));
   std::unique_lock lock(slow);
+  try {
+    return find_memory(from, size, bytes, live, held, lock);
+  } catch (const out_of_memory&) {
+    // fail() has counted and told, and let go of the lock; a reservation too small did neither.
+    if (lock.owns_lock()) {
+      if (held.owns_lock()) held.unlock();
+      ++ooms;
+      const oom_report report = report_of(bytes, false);
+      lock.unlock();
+      tell(report);
+    }
+    throw;
+  }
+}
+
+caching_allocator::state::taken caching_allocator::state::find_memory(
+    arena& from, std::size_t size, std::size_t bytes, std::size_t live,
+    std::unique_lock<spin_lock>& held, std::unique_lock<std::recursive_mutex>& lock) {
   clock.fetch_add(1, std::memory_order_relaxed);
   const bool whole = from.pool().options.no_split;
   const auto try_free = [&]() -> block* {
@@ -199,7 +217,15 @@ caching_allocator::state::taken caching_allocator::state::request(
       const std::size_t device_free = on->usage(memory_location::on(device)).free_bytes;
       const std::size_t held_bytes = supply.held_bytes(tier::device);
       const std::size_t allowed = terms.limit - std::min(terms.limit, held_bytes);
-      if (std::min(device_free, allowed) < size) fail(from, size, bytes, true, lock);
+      if (std::min(device_free, allowed) < size) {
+        // What is held may move to where it is needed: the driver is asked for no memory.
+        terms.may_make = false;
+        if (expandable(from)) {
+          if (block* const found = extend(from, size, terms, held)) return {&from, found};
+        }
+        if (where == tiers.back()) fail(from, size, bytes, true, lock);
+        continue;
+      }
     }
     // 4. New memory, or memory that nobody uses any more.
     if (block* const found = extend(from, size, terms, held)) return {&from, found};
@@ -232,26 +258,17 @@ caching_allocator::state::taken caching_allocator::state::request(
   fail(from, size, bytes, false, lock);
 }
 
-void caching_allocator::state::fail(const arena& from, std::size_t size, std::size_t bytes,
-                                    bool rejected, std::unique_lock<std::recursive_mutex>& lock) {
-  ++ooms;
-  if (rejected) ++rejections;
+oom_report caching_allocator::state::report_of(std::size_t bytes, bool rejected) const {
   const memory_usage usage = on->usage(memory_location::on(device));
-  const oom_report report{.device = device,
-                          .requested_bytes = bytes,
-                          .allowed_bytes = std::min(limit(), usage.total_bytes),
-                          .total_bytes = usage.total_bytes,
-                          .free_bytes = usage.free_bytes,
-                          .rejected = rejected};
-  const out_of_memory failure = out_of_memory_text(*this, from, size, report);
-  if (happened.wanted()) {
-    happened.record({.action = trace_action::oom,
-                     .at = usage.free_bytes,
-                     .bytes = bytes,
-                     .stream = from.stream(),
-                     .pool = from.pool().id});
-  }
-  lock.unlock();
+  return {.device = device,
+          .requested_bytes = bytes,
+          .allowed_bytes = std::min(limit(), usage.total_bytes),
+          .total_bytes = usage.total_bytes,
+          .free_bytes = usage.free_bytes,
+          .rejected = rejected};
+}
+
+void caching_allocator::state::tell(const oom_report& report) {
   std::vector<std::shared_ptr<std::function<void(const oom_report&)>>> observers;
   {
     const std::lock_guard guard(observers_guard);
@@ -262,6 +279,36 @@ void caching_allocator::state::fail(const arena& from, std::size_t size, std::si
   for (const auto& observer : observers) {
     log_failure("telling of an out-of-memory", [&] { (*observer)(report); });
   }
+}
+
+void* caching_allocator::state::allocate_elsewhere(std::size_t bytes, native_stream stream) {
+  try {
+    return other->allocate(bytes, stream);
+  } catch (const out_of_memory&) {
+    {
+      const std::lock_guard lock(slow);
+      ++ooms;
+    }
+    tell(report_of(bytes, false));
+    throw;
+  }
+}
+
+void caching_allocator::state::fail(const arena& from, std::size_t size, std::size_t bytes,
+                                    bool rejected, std::unique_lock<std::recursive_mutex>& lock) {
+  ++ooms;
+  if (rejected) ++rejections;
+  const oom_report report = report_of(bytes, rejected);
+  const out_of_memory failure = out_of_memory_text(*this, from, size, report);
+  if (happened.wanted()) {
+    happened.record({.action = trace_action::oom,
+                     .at = report.free_bytes,
+                     .bytes = bytes,
+                     .stream = from.stream(),
+                     .pool = from.pool().id});
+  }
+  lock.unlock();
+  tell(report);
   throw failure;
 }
 

@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include <cstring>
+#include <span>
 #include <type_traits>
 #include <utility>
 
@@ -57,9 +58,26 @@ T take(std::string_view& from) {
 
 /// Another process's allocation, mapped here.
 struct caching_allocator::state::shared_mapping {
+  std::shared_ptr<driver> on;  ///< outlives what follows
   address_range range;
   std::vector<mapping> parts = {};
 };
+
+void caching_allocator::enable_peer(device_id peer) {
+  state& s = *state_;
+  if (peer == s.device) return;
+  const std::lock_guard lock(s.slow);
+  s.supply.enable_peer(peer);
+  const access_grant grant{memory_location::on(peer)};
+  const std::lock_guard imports(s.imports_guard);
+  for (const auto& [handle, its] : s.imports) {
+    const auto alive = its.lock();
+    if (!alive) continue;
+    for (const mapping& part : alive->parts) {
+      s.on->set_access(part.base(), part.size(), std::span(&grant, 1));
+    }
+  }
+}
 
 ipc_handle caching_allocator::export_allocation(const void* at) {
   state& s = *state_;
@@ -124,9 +142,17 @@ std::shared_ptr<void> caching_allocator::import_allocation(const ipc_handle& han
                     handle.fds.size()),
         "pass the descriptors in their order");
   }
+  std::unique_lock slowly(s.slow);
   const std::lock_guard lock(s.imports_guard);
+  // A peer that is enabled from here on finds the import in the table.
+  const std::vector<device_id> peers = s.supply.peers();
+  slowly.unlock();
+  const auto pointer_to = [&](std::shared_ptr<state::shared_mapping> its) {
+    void* const at = reinterpret_cast<void*>(its->range.base() + head.offset);
+    return std::shared_ptr<void>(std::move(its), at);
+  };
   if (const auto known = s.imports.find(handle.bytes); known != s.imports.end()) {
-    if (auto alive = known->second.lock()) return alive;
+    if (auto alive = known->second.lock()) return pointer_to(std::move(alive));
   }
   std::vector<shared_part> parts;
   std::size_t total = 0;
@@ -138,9 +164,9 @@ std::shared_ptr<void> caching_allocator::import_allocation(const ipc_handle& han
     throw invalid_argument("the IPC handle's allocation does not lie in its memory");
   }
   auto made = std::make_shared<state::shared_mapping>(
-      state::shared_mapping{address_range(*s.on, total), {}});
+      state::shared_mapping{s.on, address_range(*s.on, total), {}});
   made->parts.reserve(parts.size());
-  const access_rule access = region_access(*s.on, s.device, {}, true);
+  const access_rule access = region_access(*s.on, s.device, peers, true);
   address at = made->range.base();
   for (std::size_t i = 0; i < parts.size(); ++i) {
     const memory_location where{static_cast<tier>(parts[i].tier_of), parts[i].index};
@@ -150,11 +176,9 @@ std::shared_ptr<void> caching_allocator::import_allocation(const ipc_handle& han
     made->parts.emplace_back(*s.on, at, memory, access(where));
     at += parts[i].bytes;
   }
-  void* const pointer = reinterpret_cast<void*>(made->range.base() + head.offset);
-  std::shared_ptr<void> result(std::move(made), pointer);
   std::erase_if(s.imports, [](const auto& one) { return one.second.expired(); });
-  s.imports[handle.bytes] = result;
-  return result;
+  s.imports[handle.bytes] = made;
+  return pointer_to(std::move(made));
 }
 
 }  // namespace evmm

@@ -34,6 +34,19 @@ void count_inactive_splits(const std::vector<arena*>& arenas, allocator_statisti
   }
 }
 
+/// PyTorch's table: the divisions for sizes from 1 MiB to 32 GiB, by powers of two.
+std::string divisions_text(const allocator_options& options) {
+  std::string text;
+  for (int power = 0; power < 16; ++power) {
+    unsigned divisions = 0;
+    for (const rounding_step& step : options.roundup_power2_divisions) {
+      if (step.from <= std::size_t{1} << (20 + power)) divisions = step.divisions;
+    }
+    text += fmt::format("{}{}:{}", text.empty() ? "" : ",", 1 << power, divisions);
+  }
+  return "[" + text + "]";
+}
+
 }  // namespace
 
 allocator_statistics caching_allocator::statistics() const {
@@ -41,6 +54,8 @@ allocator_statistics caching_allocator::statistics() const {
   allocator_statistics all;
   if (s.other) {
     s.other->fill(all);
+    const std::lock_guard lock(s.slow);
+    all.num_ooms = s.ooms;
     return all;
   }
   const std::lock_guard lock(s.slow);
@@ -107,8 +122,11 @@ void caching_allocator::reset_peaks() {
 
 void caching_allocator::reset_totals() {
   state& s = *state_;
-  if (s.other) return s.other->reset_totals();
   const std::lock_guard lock(s.slow);
+  if (s.other) {
+    s.ooms = 0;
+    return s.other->reset_totals();
+  }
   s.books.reset_totals();
   s.supply.reset_totals();
   s.retries = s.ooms = s.rejections = s.full_waits = 0;
@@ -212,6 +230,13 @@ void caching_allocator::configure(std::string_view text) {
     throw invalid_argument("min_block_size and small_limit_kb of an allocator cannot change",
                            "set them before the allocator is made");
   }
+  for (const device_id peer : now.peers) {
+    if (std::find(next.peers.begin(), next.peers.end(), peer) == next.peers.end()) {
+      throw invalid_argument(fmt::format("device {} cannot lose its access", peer.value),
+                             "name all peers that were named before, and more");
+    }
+  }
+  for (const device_id peer : next.peers) enable_peer(peer);
   state_->options.set(next);
 }
 
@@ -223,13 +248,6 @@ std::vector<expandable_size> caching_allocator::expandable_sizes() const {
 void caching_allocator::set_stream_class(native_stream stream, const std::string& name) {
   const std::lock_guard lock(state_->slow);
   state_->stream_classes[stream] = name;
-}
-
-void caching_allocator::enable_peer(device_id peer) {
-  state& s = *state_;
-  if (peer == s.device) return;
-  const std::lock_guard lock(s.slow);
-  s.supply.enable_peer(peer);
 }
 
 // --- history -----------------------------------------------------------------------------------
@@ -262,6 +280,7 @@ allocator_snapshot caching_allocator::snapshot(std::optional<pool_id> pool, bool
   state& s = *state_;
   const std::lock_guard lock(s.slow);
   allocator_snapshot all;
+  std::size_t active_bytes = 0;
   const pool_record* const only = pool ? &s.pool(*pool) : nullptr;
   for (arena* one : s.all_arenas) {
     if (only != nullptr && &one->pool() != only) continue;
@@ -293,6 +312,7 @@ allocator_snapshot caching_allocator::snapshot(std::optional<pool_id> pool, bool
         run->total_bytes += b->bytes;
         if (live) run->allocated_bytes += b->bytes;
         if (active) run->active_bytes += b->bytes;
+        if (active) active_bytes += b->bytes;
         if (active) run->requested_bytes += b->requested;
         run->blocks.push_back(
             {.at = b->at,
@@ -307,6 +327,13 @@ allocator_snapshot caching_allocator::snapshot(std::optional<pool_id> pool, bool
   }
   std::sort(all.segments.begin(), all.segments.end(),
             [](const auto& a, const auto& b) { return a.at < b.at; });
+  if (s.happened.wanted()) {
+    s.happened.record({.action = trace_action::snapshot,
+                       .at = 0,
+                       .bytes = active_bytes,
+                       .stream = nullptr,
+                       .pool = pool.value_or(pool_id{})});
+  }
   all.device_traces.resize(static_cast<std::size_t>(s.device.value) + 1);
   if (traces) all.device_traces.back() = s.happened.entries();
   all.external_annotations = s.happened.annotations();
@@ -322,6 +349,7 @@ allocator_snapshot caching_allocator::snapshot(std::optional<pool_id> pool, bool
       {"release_lock_on_cudamalloc", text(now.release_lock_on_device_alloc)},
       {"pinned_use_cuda_host_register", text(now.pinned.use_host_register)},
       {"graph_capture_record_stream_reuse", text(now.graph_capture_record_stream_reuse)},
+      {"roundup_power2_divisions", divisions_text(now)},
   };
   return all;
 }

@@ -177,7 +177,7 @@ class caching_allocator {
   std::vector<expandable_size> expandable_sizes() const;
   /// The class of a stream, for expandable_segments_reserve_by_class. Before its first allocation.
   void set_stream_class(native_stream stream, const std::string& name);
-  /// Lets `peer` touch all memory of this allocator, existing and future.
+  /// Lets `peer` touch all memory of this allocator, existing and future, and what it imports.
   void enable_peer(device_id peer);
 
   // --- pools ----------------------------------------------------------------------------------

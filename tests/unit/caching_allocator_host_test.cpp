@@ -1,0 +1,396 @@
+// SPDX-License-Identifier: Apache-2.0
+// The caching allocator where streams are held, the device is small, or the process was forked:
+// only the host driver can be made to do so.
+#include "tests/support/fault_driver.hpp"
+#include "tests/support/forwarding_driver.hpp"
+#include "tests/support/patterns.hpp"
+
+#include <evmm/allocator/caching_allocator.hpp>
+#include <evmm/error.hpp>
+#include <evmm/host_driver.hpp>
+#include <evmm/units.hpp>
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <functional>
+#include <future>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+namespace evmm::test {
+namespace {
+
+using namespace evmm::units;
+
+std::shared_ptr<fault_driver> machine(std::size_t device_bytes) {
+  return fault_driver::make(
+      host_driver::make({.devices = 1, .device_bytes = device_bytes, .host_bytes = 64_MiB}));
+}
+
+address at(const void* pointer) {
+  return reinterpret_cast<address>(pointer);
+}
+
+std::string refusal(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const error& refused) {
+    return refused.what();
+  }
+  return "done";
+}
+
+bool says(const std::string& text, std::string_view part) {
+  return text.find(part) != std::string::npos;
+}
+
+// --- waiting ------------------------------------------------------------------------------------
+
+/// Opens the gate of whatever event somebody waits for, and no other.
+class waiting_driver final : public forwarding_driver {
+ public:
+  using forwarding_driver::forwarding_driver;
+  void record(native_event event, native_stream stream) override {
+    forwarding_driver::record(event, stream);
+    recorded_[event] = stream;
+  }
+  void synchronize(native_event event) override {
+    ++waits;
+    gates.erase(recorded_.at(event));
+    forwarding_driver::synchronize(event);
+  }
+  void synchronize(native_stream stream) override {
+    gates.erase(stream);
+    forwarding_driver::synchronize(stream);
+  }
+  std::map<native_stream, std::unique_ptr<stream_gate>> gates;
+  int waits = 0;
+
+ private:
+  std::map<native_event, native_stream> recorded_;
+};
+
+TEST(allocator_waits, for_one_event_where_that_is_enough) {
+  for (const char* const config : {"", "expandable_segments:False"}) {
+    const auto on =
+        std::make_shared<waiting_driver>(host_driver::make({.devices = 1, .device_bytes = 40_MiB}));
+    const std::vector<native_stream> users = {on->create_stream({0}), on->create_stream({0})};
+    {
+      caching_allocator allocator(on, device_id{0}, parse_options(config));
+      std::vector<void*> blocks;
+      for (native_stream each : users) {
+        blocks.push_back(allocator.allocate(20_MiB));
+        on->gates[each] = std::make_unique<stream_gate>(*on, each);
+        allocator.record_stream(blocks.back(), each);
+      }
+      for (void* each : blocks) allocator.free(each);
+      void* const block = allocator.allocate(20_MiB);
+      EXPECT_EQ(on->waits, 1) << config;
+      EXPECT_EQ(on->gates.size(), 1u) << "the other stream is still held";
+      EXPECT_EQ(allocator.statistics().num_alloc_retries, 0);
+      EXPECT_EQ(allocator.statistics().num_sync_all_streams, 0);
+      allocator.free(block);
+    }
+    for (native_stream each : users) on->destroy_stream(each);
+  }
+}
+
+TEST(allocator_waits, for_a_busy_stream_only_when_nothing_else_is_left) {
+  const auto on =
+      std::make_shared<waiting_driver>(host_driver::make({.devices = 1, .device_bytes = 40_MiB}));
+  const native_stream busy = on->create_stream({0});
+  {
+    caching_allocator allocator(on, device_id{0}, parse_options("expandable_segments:False"));
+    allocator.free(allocator.allocate(20_MiB, busy));
+    on->gates[busy] = std::make_unique<stream_gate>(*on, busy);
+    void* const first = allocator.allocate(20_MiB);
+    EXPECT_EQ(on->gates.size(), 1u);
+    void* const second = allocator.allocate(20_MiB);
+    EXPECT_TRUE(on->gates.empty()) << "now it had to be waited for";
+    EXPECT_EQ(allocator.statistics().num_alloc_retries, 1);
+    allocator.free(first);
+    allocator.free(second);
+  }
+  on->destroy_stream(busy);
+}
+
+TEST(allocator_waits, by_the_stream_alone_where_memory_can_be_mapped_behind_its_work) {
+  const auto on =
+      std::make_shared<waiting_driver>(host_driver::make({.devices = 1, .device_bytes = 40_MiB}));
+  const native_stream busy = on->create_stream({0});
+  const native_stream needy = on->create_stream({0});
+  {
+    caching_allocator allocator(on, device_id{0});
+    allocator.free(allocator.allocate(40_MiB, busy));
+    on->gates[busy] = std::make_unique<stream_gate>(*on, busy);
+    void* const block = allocator.allocate(40_MiB, needy);
+    EXPECT_EQ(on->gates.size(), 1u) << "the caller did not wait";
+    on->fill(at(block), std::byte{1}, 512, needy);
+    EXPECT_FALSE(on->idle(needy)) << "its stream does";
+    EXPECT_EQ(allocator.statistics().num_alloc_retries, 1);
+    on->gates.clear();
+    allocator.free(block);
+  }
+  on->destroy_stream(busy);
+  on->destroy_stream(needy);
+}
+
+/// Holds the caller of create() while it is closed.
+class slow_driver final : public forwarding_driver {
+ public:
+  using forwarding_driver::forwarding_driver;
+  allocation_handle create(const allocation_request& request) override {
+    if (closed) {
+      reached.set_value();
+      open.get_future().wait();
+    }
+    return forwarding_driver::create(request);
+  }
+  std::atomic<bool> closed = false;
+  std::promise<void> reached, open;
+};
+
+TEST(allocator_waits, no_stream_whose_requests_are_cached_waits_while_the_driver_makes_memory) {
+  const auto on = std::make_shared<slow_driver>(host_driver::make({.devices = 1}));
+  const native_stream one = on->create_stream({0});
+  const native_stream two = on->create_stream({0});
+  {
+    caching_allocator allocator(on, device_id{0});
+    void* const live = allocator.allocate(4096, two);
+    void* const cached = allocator.allocate(4096, two);
+    allocator.free(cached);
+    on->closed = true;
+    void* made = nullptr;
+    std::thread slowly([&] { made = allocator.allocate(1_MiB + 512, one); });
+    on->reached.get_future().wait();
+    on->closed = false;
+    EXPECT_EQ(allocator.allocate(4096, two), cached);
+    allocator.free(cached);
+    on->open.set_value();
+    slowly.join();
+    allocator.free(made);
+    allocator.free(live);
+  }
+  on->destroy_stream(one);
+  on->destroy_stream(two);
+}
+
+// --- a small device -----------------------------------------------------------------------------
+
+class small_device : public ::testing::Test {
+ protected:
+  caching_allocator& make(std::string_view config) {
+    return allocator.emplace(on, device_id{0}, parse_options(config));
+  }
+  /// Three segments of 20 MiB, each with a live block of 5 MiB at its start.
+  void scatter() {
+    for (int i = 0; i < 12; ++i) {
+      void* const block = allocator->allocate(5_MiB);
+      (i % 4 == 0 ? live : dead).push_back(block);
+    }
+    for (void* each : dead) allocator->free(each);
+  }
+  void TearDown() override {
+    for (void* each : live) allocator->free(each);
+  }
+  const std::shared_ptr<fault_driver> on = machine(64_MiB);
+  std::optional<caching_allocator> allocator;
+  std::vector<void*> live, dead;
+};
+
+TEST_F(small_device, names_expandable_segments_where_they_would_help) {
+  make("expandable_segments:False");
+  scatter();
+  const std::string said = refusal([&] { (void)allocator->allocate(30_MiB); });
+  EXPECT_TRUE(says(said, "help: set expandable_segments:True")) << said;
+  EXPECT_TRUE(says(said, "4.0 MiB of 64.0 MiB are free on the device")) << said;
+}
+
+TEST_F(small_device, expandable_segments_do_help) {
+  make("");
+  scatter();
+  live.push_back(allocator->allocate(30_MiB));
+  EXPECT_EQ(allocator->statistics().num_ooms, 0);
+}
+
+TEST_F(small_device, without_recycling_memory_between_live_blocks_is_given_back_and_made_anew) {
+  make("recycle_handles:never");
+  for (int i = 0; i < 6; ++i) live.push_back(allocator->allocate(10_MiB));
+  for (const std::ptrdiff_t i : {4, 2, 0}) {
+    allocator->free(live[static_cast<std::size_t>(i)]);
+    live.erase(live.begin() + i);
+  }
+  live.push_back(allocator->allocate(30_MiB));
+  const auto now = allocator->statistics();
+  EXPECT_EQ(now.num_alloc_retries, 1);
+  EXPECT_GE(now.num_device_free, 13);
+  EXPECT_EQ(now.handles_recycled + now.handles_claimed, 0);
+}
+
+TEST_F(small_device, names_the_host_tier_when_the_device_is_simply_full) {
+  make("");
+  live.push_back(allocator->allocate(60_MiB));
+  const std::string said = refusal([&] { (void)allocator->allocate(10_MiB); });
+  EXPECT_TRUE(says(said, "use a pool whose tiers include the host")) << said;
+}
+
+TEST_F(small_device, names_both_tiers_when_both_are_full) {
+  make("");
+  const pool_id pool = allocator->create_pool({.tiers = {tier::device, tier::host}});
+  allocator->begin_allocate_to_pool(pool);
+  live.push_back(allocator->allocate(60_MiB));
+  live.push_back(allocator->allocate(60_MiB));
+  const std::string said = refusal([&] { (void)allocator->allocate(10_MiB); });
+  allocator->end_allocate_to_pool(pool);
+  EXPECT_TRUE(says(said, "both tiers are full")) << said;
+  EXPECT_TRUE(says(said, "pool 1")) << said;
+}
+
+TEST_F(small_device, names_pools_that_keep_memory) {
+  make("");
+  const pool_id pool = allocator->create_pool();
+  allocator->begin_allocate_to_pool(pool);
+  allocator->begin_capture(pool);
+  allocator->free(allocator->allocate(40_MiB));
+  allocator->end_capture(pool);
+  allocator->end_allocate_to_pool(pool);
+  const std::string said = refusal([&] { (void)allocator->allocate(30_MiB); });
+  EXPECT_TRUE(says(said, "40.0 MiB are cached in other pools")) << said;
+  EXPECT_TRUE(says(said, "help: release pools")) << said;
+  allocator->release_pool(pool);
+  live.push_back(allocator->allocate(30_MiB));
+}
+
+TEST_F(small_device, retries_that_succeed_are_not_logged) {
+  const native_stream other = on->create_stream(device_id{0});
+  make("expandable_segments:False");
+  ::testing::internal::CaptureStderr();
+  for (const std::size_t mib : {20u, 30u, 40u, 50u, 60u}) {
+    allocator->free(allocator->allocate(mib << 20, mib % 20 == 0 ? other : nullptr));
+  }
+  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");
+  EXPECT_GE(allocator->statistics().num_alloc_retries, 3);
+  EXPECT_EQ(allocator->statistics().num_ooms, 0);
+  allocator.reset();
+  on->destroy_stream(other);
+}
+
+TEST_F(small_device, works_on_after_running_out_many_times) {
+  for (const char* const config : {"", "expandable_segments:False", "recycle_handles:wait"}) {
+    make(config);
+    const auto before = on->alive();
+    for (int i = 0; i < 20; ++i) {
+      std::vector<void*> all;
+      try {
+        for (;;) all.push_back(allocator->allocate(7_MiB));
+      } catch (const out_of_memory&) {
+      }
+      EXPECT_GE(all.size(), 6u);
+      for (void* each : all) allocator->free(each);
+    }
+    EXPECT_NO_THROW(allocator->check_invariants());
+    allocator->empty_cache();
+    EXPECT_EQ(on->alive().created_bytes, before.created_bytes);
+  }
+}
+
+// --- contents -----------------------------------------------------------------------------------
+
+TEST(allocator_moves, leave_alone_what_functions_write_meanwhile) {
+  const auto on = host_driver::make({.devices = 1, .device_bytes = 128_MiB});
+  const native_stream writer = on->create_stream(device_id{0});
+  const native_stream needy = on->create_stream(device_id{0});
+  {
+    caching_allocator allocator(on, device_id{0}, parse_options("recycle_handles:wait"));
+    std::vector<std::uint64_t*> live;
+    std::vector<void*> gaps;
+    constexpr std::size_t bytes = 3_MiB;
+    for (int i = 0; i < 6; ++i) {
+      live.push_back(static_cast<std::uint64_t*>(allocator.allocate(bytes, writer)));
+      gaps.push_back(allocator.allocate(bytes, writer));
+    }
+    std::atomic<std::uint64_t> rounds = 0;
+    std::atomic<bool> stop = false;
+    const auto write = [&] {
+      for (; !stop || rounds == 0; ++rounds) {
+        for (std::uint64_t* block : live) {
+          for (std::size_t i = 0; i < bytes / 8; i += 512) block[i] = rounds + i;
+        }
+      }
+    };
+    for (void* each : gaps) allocator.free(each);
+    on->launch(writer, write);
+    for (int i = 0; i < 30; ++i) {
+      void* const large = allocator.allocate(12_MiB, needy);
+      void* const other = allocator.allocate(5_MiB, writer);
+      on->fill(at(large), std::byte{0xEE}, 12_MiB, needy);
+      allocator.free(large);
+      allocator.free(other);
+    }
+    stop = true;
+    on->synchronize(writer);
+    on->synchronize(needy);
+    for (const std::uint64_t* block : live) {
+      for (std::size_t i = 0; i < bytes / 8; i += 512) ASSERT_EQ(block[i], rounds - 1 + i);
+    }
+    for (std::uint64_t* each : live) allocator.free(each);
+  }
+  on->destroy_stream(needy);
+  on->destroy_stream(writer);
+}
+
+TEST(allocator_sharing, an_import_keeps_its_driver) {
+  std::shared_ptr<driver> on = host_driver::make({.devices = 1});
+  const std::weak_ptr<driver> seen = on;
+  auto allocator = std::make_unique<caching_allocator>(on, device_id{0});
+  void* const block = allocator->allocate(4_MiB);
+  const ipc_handle shared = allocator->export_allocation(block);
+  std::shared_ptr<void> imported = allocator->import_allocation(shared);
+  for (const int fd : shared.fds) ::close(fd);
+  allocator->free(block);
+  allocator.reset();
+  on.reset();
+  EXPECT_FALSE(seen.expired());
+  imported.reset();
+  EXPECT_TRUE(seen.expired());
+}
+
+// --- processes ----------------------------------------------------------------------------------
+
+TEST(allocator_processes, a_forked_child_is_refused) {
+  const auto on = host_driver::make({.devices = 1});
+  const native_stream stream = on->create_stream(device_id{0});
+  auto held = std::make_unique<caching_allocator>(on, device_id{0});
+  caching_allocator& allocator = *held;
+  allocator.free(allocator.allocate(4096, stream));  // cached, and known to the thread
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const auto refused = [&](std::size_t bytes, native_stream on_stream) {
+      try {
+        (void)allocator.allocate(bytes, on_stream);
+      } catch (const invalid_argument& said) {
+        return says(said.what(), "fork");
+      }
+      return false;
+    };
+    ::_exit(refused(4096, stream) && refused(30_MiB, nullptr) ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  allocator.free(allocator.allocate(4096, stream));
+  held.reset();
+  on->destroy_stream(stream);
+}
+
+}  // namespace
+}  // namespace evmm::test
