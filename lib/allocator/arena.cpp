@@ -111,12 +111,10 @@ void arena::erase_hole(block* filled) noexcept {
 }
 
 void arena::merge(recent_list& list) noexcept {
-  const std::uint64_t now = clock_.load(std::memory_order_relaxed);
   while (list.head != nullptr) {
     block* const freed = list.head;
     list.head = freed->left;
     --recent_count_;
-    freed->freed_at = now;
     insert_free(freed);
   }
 }
@@ -183,7 +181,7 @@ void arena::add(segment_record& segment, block_use as) noexcept {
   all->bytes = segment.bytes;
   all->requested = 0;
   all->in = &segment;
-  all->freed_at = clock_.load(std::memory_order_relaxed);
+  all->freed_at = now();
   all->before = all->after = nullptr;
   segment.first = all;
   table_.insert(all);
@@ -220,7 +218,7 @@ void arena::back(block* hole, address at, std::size_t bytes) noexcept {
     rest->use = block_use::hole;
     insert_hole(rest);
   }
-  filled->freed_at = clock_.load(std::memory_order_relaxed);
+  filled->freed_at = now();
   insert_free(filled);
 }
 

@@ -82,6 +82,7 @@ class alignas(128) arena {
     }
     freed->use = block_use::recent;
     freed->requested = 0;
+    freed->freed_at = now();
     freed->left = list.head;
     list.head = freed;
     ++recent_count_;
@@ -129,6 +130,9 @@ class alignas(128) arena {
     return static_cast<std::size_t>(((bytes >> 9) * 0x9e3779b97f4a7c15u) >> (64 - recent_bits));
   }
 
+  std::uint32_t now() const noexcept {
+    return static_cast<std::uint32_t>(clock_.load(std::memory_order_relaxed));
+  }
   block* new_record() noexcept;
   void drop_record(block* gone) noexcept;
   /// Cuts `bytes` off the front of a block that is in no index; returns the rest, in none either.

@@ -41,11 +41,11 @@ struct alignas(64) block {
   block* after = nullptr;
   block_use use = block_use::none;
   bool shared = false;  ///< other_streams is set
-  std::uint32_t pending_events = 0;
+  std::uint32_t freed_at = 0;  ///< the allocator's clock when it was last freed
 
   arena* owner = nullptr;
   segment_record* in = nullptr;
-  std::uint64_t freed_at = 0;  ///< the allocator's clock when it last joined the free blocks
+  std::uint32_t pending_events = 0;
   std::unique_ptr<std::vector<native_stream>> other_streams;  ///< told by record_stream
   std::shared_ptr<const call_stack> stack;  ///< of its allocation, when that is recorded
 };
