@@ -71,8 +71,13 @@ struct caching_allocator::state {
   /// Memory for a request that no free block serves; the arena it comes from is locked by `held`.
   taken request(arena& from, std::size_t size, std::size_t bytes,
                 std::unique_lock<spin_lock>& held);
-  /// The ladder of request(); `live` is the most that was ever live.
-  taken find_memory(arena& from, std::size_t size, std::size_t bytes, std::size_t live,
+  /// Bytes live or pending: the most there ever were, and with the request served.
+  struct live_bytes {
+    std::size_t peak;
+    std::size_t next;
+  };
+  /// The ladder of request().
+  taken find_memory(arena& from, std::size_t size, std::size_t bytes, const live_bytes& live,
                     std::unique_lock<spin_lock>& held,
                     std::unique_lock<std::recursive_mutex>& lock);
   block* extend(arena& from, std::size_t size, const supply_terms& terms,

@@ -349,7 +349,7 @@ std::size_t memory_supply::new_handle_bytes(tier where) const noexcept {
   const allocator_options& options = options_.now();
   const double moved = static_cast<double>(recycled_) / static_cast<double>(made_ + 16);
   const double share = static_cast<double>(held_[static_cast<std::size_t>(where)]) /
-                       (options.handle_fraction * (1 + 8 * moved));
+                       (options.handle_fraction * (1 + 3 * moved));
   return std::clamp(std::bit_floor(static_cast<std::size_t>(share) | 1), options.min_handle,
                     options.max_handle);
 }
@@ -368,6 +368,10 @@ bool memory_supply::fill_stretch(search& in, address from, address to) {
     }
     std::size_t size = new_handle_bytes(where);
     const bool wanted = held + size <= in.terms.make_up_to;
+    // Where the program has needed no more than before, in small pieces: they move more easily.
+    if (held >= in.terms.make_up_to && !in.terms.growing) {
+      size = std::max(evmm::round_up(size / 8, granule_), options.min_handle);
+    }
     if (!wanted) size = std::min(size, to - at);
     size = std::min(size, room);
     while (size > granule_ && held + size > in.terms.limit)

@@ -57,6 +57,7 @@ struct supply_terms {
   tier where = tier::device;
   /// Held memory up to here is made rather than taken from elsewhere: the most that was ever live.
   std::size_t make_up_to = 0;
+  bool growing = false;  ///< more will be live than ever before
   /// Held memory never passes this.
   std::size_t limit = 0;
   bool may_make = true;   ///< ask the driver for new memory

@@ -160,11 +160,11 @@ caching_allocator::state::taken caching_allocator::state::request(
     arena& from, std::size_t size, std::size_t bytes, std::unique_lock<spin_lock>& held) {
   process.check();
   // What is live, for the rule of when to make memory; with no lock held.
-  const auto live = static_cast<std::size_t>(
-      std::max(books.peak_active_bytes(), books.active_bytes() + static_cast<std::int64_t>(size)));
+  const auto before = static_cast<std::size_t>(books.peak_active_bytes());
+  const std::size_t next = static_cast<std::size_t>(books.active_bytes()) + size;
   std::unique_lock lock(slow);
   try {
-    return find_memory(from, size, bytes, live, held, lock);
+    return find_memory(from, size, bytes, {before, next}, held, lock);
   } catch (const out_of_memory&) {
     // fail() has counted and told, and let go of the lock; a reservation too small did neither.
     if (lock.owns_lock()) {
@@ -179,9 +179,10 @@ caching_allocator::state::taken caching_allocator::state::request(
 }
 
 caching_allocator::state::taken caching_allocator::state::find_memory(
-    arena& from, std::size_t size, std::size_t bytes, std::size_t live,
+    arena& from, std::size_t size, std::size_t bytes, const live_bytes& live,
     std::unique_lock<spin_lock>& held, std::unique_lock<std::recursive_mutex>& lock) {
   clock.fetch_add(1, std::memory_order_relaxed);
+  const std::size_t most_live = std::max(live.peak, live.next);
   const bool whole = from.pool().options.no_split;
   const auto try_free = [&]() -> block* {
     held = std::unique_lock(from.guard());
@@ -211,7 +212,8 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
   const std::vector<tier>& tiers = from.pool().options.tiers;
   for (const tier where : tiers) {
     supply_terms terms{.where = where,
-                       .make_up_to = live + live / 50,
+                       .make_up_to = most_live + most_live / 50,
+                       .growing = live.next > live.peak,
                        .limit = where == tier::device ? limit() : k_all};
     if (where == tier::device && options.now().throw_on_device_oom) {
       const std::size_t device_free = on->usage(memory_location::on(device)).free_bytes;
