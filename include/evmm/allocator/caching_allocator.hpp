@@ -28,6 +28,7 @@ struct pool_functions {
   std::function<void(void* at, std::size_t bytes, device_id device)> free;
 };
 
+/// What a pool is made from.
 struct pool_options {
   /// Requests of the default pool may use this pool's free blocks before they fail.
   bool use_on_oom = false;
@@ -97,6 +98,7 @@ enum class history_level : std::uint8_t {
   all,    ///< stacks for frees as well
 };
 
+/// What record_history() keeps.
 struct history_options {
   history_level level = history_level::all;
   bool stacks = false;  ///< C++ return addresses, resolved when a snapshot is taken
@@ -121,8 +123,11 @@ class pool_checkpoint;
 /// Threads: every member from any thread. Streams of different threads share no lock as long as
 ///   requests are served from what is cached.
 /// Streams: memory belongs to the stream it was allocated on: work enqueued there before a free is
-///   over before the next user's work begins. A use on another stream is told by record_stream.
-///   allocate() and free() do not synchronise, unless memory has run out.
+///   over before the next user's work begins. A use on another stream is told by record_stream;
+///   that stream must exist until the free. allocate() and free() do not synchronise, unless memory
+///   has run out. A stream must outlive the allocator's use of it: one that memory was allocated on
+///   is asked later whether it is idle, and waited for, also after empty_cache(). Keep it until the
+///   allocator goes, or the pool that it allocated from.
 /// Errors: out_of_memory says what was asked, what is held, why it does not serve, and which option
 ///   helps; the allocator stays usable. free() of an unknown pointer is an invalid_argument.
 class caching_allocator {
@@ -162,7 +167,8 @@ class caching_allocator {
   std::size_t empty_cache(std::optional<pool_id> pool = {});
   cache_information cache_info() const;
   memory_report report() const;
-  /// [0, 1] of the device's memory; lower than what is held is allowed.
+  /// [0, 1] of the device's memory; lower than what is held is allowed. Limits what the native
+  /// backend holds; the others have no limit of their own.
   void set_memory_fraction(double fraction);
   double memory_fraction() const;
   /// The options now, with run-time changes.
@@ -185,8 +191,9 @@ class caching_allocator {
   pool_id create_pool(const pool_options& options = {});
   /// One more user of the pool; release_pool() drops one. The creator is the first.
   void retain_pool(pool_id pool);
-  /// When the last user is gone, free memory of the pool is given back at the next empty_cache(),
-  /// retry or collection, and what is live as it is freed.
+  /// When the last user is gone and nothing lives in the pool, all of it is given back at once,
+  /// waiting for its streams. Otherwise what is free in it, then or later, comes back at the next
+  /// empty_cache(), retry or collection, or when a request needs it elsewhere.
   void release_pool(pool_id pool);
   int pool_use_count(pool_id pool) const;
   /// From now on allocations for which `filter` is true go to the pool. The last begun is asked
@@ -206,6 +213,7 @@ class caching_allocator {
   void begin_capture(pool_id pool);
   void end_capture(pool_id pool);
   std::shared_ptr<const pool_checkpoint> checkpoint(pool_id pool);
+  /// What restore() changed.
   struct checkpoint_delta {
     std::vector<void*> freed;      ///< live before, not live in the checkpoint
     std::vector<void*> allocated;  ///< live in the checkpoint, not before

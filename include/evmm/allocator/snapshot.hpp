@@ -27,6 +27,7 @@ enum class block_state : std::uint8_t {
 };
 const char* to_string(block_state state) noexcept;
 
+/// A block of a segment: live, waiting, or free.
 struct block_snapshot {
   address at = 0;
   std::size_t bytes = 0;
