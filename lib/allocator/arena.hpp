@@ -112,6 +112,11 @@ class alignas(128) arena {
   const free_index& free_blocks() const noexcept { return free_; }
   block* holes() const noexcept { return holes_; }
   std::size_t recent_count() const noexcept { return recent_count_; }
+  /// Nothing live, pending or free: its stream need not exist.
+  bool empty() const noexcept {
+    return free_.empty() && recent_count_ == 0 && allocated_count() == 0 &&
+           (deferred == nullptr || deferred->empty());
+  }
 
   ledger_account& account() const noexcept { return account_; }
   std::int64_t allocated_count() const noexcept { return account_.allocated_count(kind_); }

@@ -19,6 +19,7 @@ struct call_stack;
 enum class block_use : std::uint8_t {
   none,       ///< not a block now: the record waits to be used again
   allocated,  ///< live
+  lent,       ///< live, and used by other streams too (record_stream)
   pending,    ///< freed, but other streams may still use it
   recent,     ///< freed, not merged with its neighbours yet; reusable at its exact size
   free,       ///< free, with memory behind all of it; never beside another free block
@@ -40,7 +41,6 @@ struct alignas(64) block {
   block* before = nullptr;  ///< neighbours in the segment
   block* after = nullptr;
   block_use use = block_use::none;
-  bool shared = false;  ///< other_streams is set
   std::uint32_t freed_at = 0;  ///< the allocator's clock when it was last freed
 
   arena* owner = nullptr;
@@ -48,6 +48,8 @@ struct alignas(64) block {
   std::uint32_t pending_events = 0;
   std::unique_ptr<std::vector<native_stream>> other_streams;  ///< told by record_stream
   std::shared_ptr<const call_stack> stack;  ///< of its allocation, when that is recorded
+
+  bool live() const noexcept { return use == block_use::allocated || use == block_use::lent; }
 };
 
 }  // namespace evmm

@@ -85,7 +85,7 @@ caching_allocator::state::~state() {
   for (arena* one : all_arenas) {
     live += static_cast<std::size_t>(one->allocated_count());
     log_failure("waiting for a stream before its memory goes", [&] {
-      if (!capturing(one->stream())) on->synchronize(one->stream());
+      if (!one->empty() && !capturing(one->stream())) on->synchronize(one->stream());
     });
   }
   if (live > 0) {
@@ -251,14 +251,13 @@ block* caching_allocator::state::live_block(address at, std::unique_lock<spin_lo
   const arena& owner = *segment->owner;
   held = std::unique_lock(owner.guard());
   block* const found = owner.find(at);
-  if (found != nullptr && found->use == block_use::allocated) return found;
+  if (found != nullptr && found->live()) return found;
   held.unlock();
   return nullptr;
 }
 
 void caching_allocator::state::complete(arena& owner, block& freed) noexcept {
   freed.other_streams.reset();
-  freed.shared = false;
   owner.account().complete(owner.kind(), freed.bytes);
   if (happened.wanted()) note(trace_action::free_completed, owner, freed);
   freed.stack.reset();
@@ -298,7 +297,6 @@ void caching_allocator::state::defer(arena& owner, block& freed,
     }
     owner.account().free(owner.kind(), freed.bytes, freed.requested);
     freed.other_streams.reset();
-    freed.shared = false;
     if (happened.wanted()) note(trace_action::free_completed, owner, freed);
     freed.stack.reset();
     owner.put(&freed);
@@ -323,7 +321,7 @@ void caching_allocator::state::free(address at) {
   arena& owner = *freed->owner;
   if (happened.wanted()) note(trace_action::free_requested, owner, *freed);
   const bool oversize = rules.oversize(freed->bytes);
-  if (freed->shared) {
+  if (freed->use == block_use::lent) {
     defer(owner, *freed, held);  // may fail: then nothing has happened
   } else {
     owner.account().free(owner.kind(), freed->bytes, freed->requested);
@@ -349,8 +347,8 @@ void caching_allocator::free(void* pointer) {
   arena& owner = *segment->owner;
   owner.guard().lock();
   block* const freed = owner.find(at);
-  if (freed == nullptr || freed->use != block_use::allocated || freed->shared ||
-      s.rules.oversize(freed->bytes)) [[unlikely]] {
+  if (freed == nullptr || freed->use != block_use::allocated || s.rules.oversize(freed->bytes))
+      [[unlikely]] {
     owner.guard().unlock();
     return s.free(at);
   }
@@ -367,11 +365,11 @@ void caching_allocator::record_stream(void* at, native_stream stream) {
   block* const used = s.live_block(as_address(at), held);
   if (used == nullptr || used->owner->stream() == stream) return;
   if (!used->other_streams) used->other_streams = std::make_unique<std::vector<native_stream>>();
-  used->shared = true;
   auto& streams = *used->other_streams;
   if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {
     streams.push_back(stream);
   }
+  used->use = block_use::lent;
 }
 
 bool caching_allocator::owns(const void* at) const noexcept {

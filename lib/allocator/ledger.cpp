@@ -30,7 +30,8 @@ void ledger_account::update() noexcept {
 
 void ledger_account::set_limits() noexcept {
   for (part& one : parts_) {
-    one.limit[k_count] = one.current[k_count] + std::min(one.room[k_count], one.room[k_active_count]);
+    one.limit[k_count] =
+        one.current[k_count] + std::min(one.room[k_count], one.room[k_active_count]);
     one.limit[k_bytes] =
         one.current[k_bytes] + std::min(std::min(one.room[k_bytes], one.room[k_active_bytes]),
                                         std::min(one.shared[k_bytes], one.shared[k_active_bytes]));

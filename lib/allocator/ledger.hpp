@@ -31,18 +31,16 @@ class alignas(128) ledger_account {
 
   /// Returns true when room has run out: the caller lets go of the lock and calls ledger::settle
   /// before anything else happens.
-  [[nodiscard]] bool allocate(size_class kind, std::size_t bytes,
-                              std::size_t requested) noexcept {
+  [[nodiscard]] bool allocate(size_class kind, std::size_t bytes, std::size_t requested) noexcept {
     part& own = parts_[static_cast<std::size_t>(kind)];
     const auto size = static_cast<std::int64_t>(bytes);
     const auto asked = static_cast<std::int64_t>(requested);
     own.total[0] += 1;
     own.total[1] += size;
     own.total[2] += asked;
-    const std::int64_t over = (own.limit[0] - (own.current[0] += 1)) |
-                              (own.limit[1] - (own.current[1] += size)) |
-                              (own.limit[2] - (own.current[2] += asked)) |
-                              (count_limit_ - ++count_);
+    const std::int64_t over =
+        (own.limit[0] - (own.current[0] += 1)) | (own.limit[1] - (own.current[1] += size)) |
+        (own.limit[2] - (own.current[2] += asked)) | (count_limit_ - ++count_);
     return over < 0 && !balance(own);
   }
   void free(size_class kind, std::size_t bytes, std::size_t requested) noexcept {

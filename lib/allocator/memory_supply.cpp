@@ -82,6 +82,7 @@ void memory_supply::find_takable(search& in, std::span<arena* const> all) {
     if (giver->segments.empty()) continue;
     std::unique_lock<spin_lock> held;
     if (!in.has_locked(giver->guard())) held = std::unique_lock(giver->guard());
+    if (giver->free_blocks().empty() && giver->recent_count() == 0) continue;
     bool needs_wait = false;
     // Work on the same stream is ordered already, unless a graph takes it out of its order. The
     // stream is asked with the arena locked: what is free now was used by nothing enqueued later.

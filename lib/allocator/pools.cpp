@@ -87,7 +87,7 @@ void caching_allocator::state::drop_if_unused(pool_record& gone) {
     }
   }
   for (arena* one : gone.arenas) {
-    if (!capturing(one->stream())) on->synchronize(one->stream());
+    if (!one->empty() && !capturing(one->stream())) on->synchronize(one->stream());
   }
   for (arena* one : gone.arenas) supply.drop(*one);
   const std::unique_lock lock(arenas_guard);
@@ -154,7 +154,7 @@ bool caching_allocator::live_allocations_are(pool_id its,
     const std::lock_guard held(one->guard());
     for (const segment_record* segment : one->segments) {
       for (const block* b = segment->first; b != nullptr; b = b->after) {
-        if (b->use != block_use::allocated) continue;
+        if (!b->live()) continue;
         if (!wanted.contains(b->at)) return false;
         ++live;
       }
@@ -213,7 +213,7 @@ std::shared_ptr<const pool_checkpoint> caching_allocator::checkpoint(pool_id its
     const std::lock_guard held(one->guard());
     for (const segment_record* segment : one->segments) {
       for (const block* b = segment->first; b != nullptr; b = b->after) {
-        if (b->use != block_use::allocated) continue;
+        if (!b->live()) continue;
         made->live.push_back({b->at, b->bytes, b->requested, one->stream(), one->kind()});
       }
     }
@@ -246,7 +246,7 @@ caching_allocator::checkpoint_delta caching_allocator::restore(pool_id its,
                           "restored before they are free",
                           static_cast<std::uint64_t>(its)));
         }
-        if (b->use != block_use::allocated) continue;
+        if (!b->live()) continue;
         if (wanted.contains({b->at, b->bytes})) {
           kept.insert({b->at, b->bytes});
         } else {

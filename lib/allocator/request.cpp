@@ -80,11 +80,11 @@ void caching_allocator::state::collect_garbage() {
     std::size_t excess = held_bytes - keep;
     for (arena* one : all_arenas) {
       if (excess == 0) break;
-      if (capturing(one->stream())) continue;
       {
         const std::lock_guard held(one->guard());
         if (supply.releasable(*one) == 0) continue;
       }
+      if (capturing(one->stream())) continue;
       const auto held = lock_quiet(*one);
       excess -= std::min(excess, supply.give_back(*one, excess, now - age / 2));
     }

@@ -92,7 +92,7 @@ allocator_statistics caching_allocator::statistics(pool_id its) const {
         if (b->use == block_use::hole) continue;
         const auto bytes = static_cast<std::int64_t>(b->bytes);
         backed += bytes;
-        const bool live = b->use == block_use::allocated;
+        const bool live = b->live();
         if (live || b->use == block_use::pending) {
           add(all.active, 1);
           add(all.active_bytes, bytes);
@@ -307,7 +307,7 @@ allocator_snapshot caching_allocator::snapshot(std::optional<pool_id> pool, bool
                        : segment->memory != nullptr ? segment->memory->where()
                                                     : tier::device;
         }
-        const bool live = b->use == block_use::allocated;
+        const bool live = b->live();
         const bool active = live || b->use == block_use::pending;
         run->total_bytes += b->bytes;
         if (live) run->allocated_bytes += b->bytes;
@@ -407,7 +407,7 @@ void caching_allocator::check_invariants() const {
         }
         free += b->use == block_use::free;
         recent += b->use == block_use::recent;
-        if (b->use == block_use::allocated) {
+        if (b->live()) {
           ++live;
           live_bytes += static_cast<std::int64_t>(b->bytes);
         }

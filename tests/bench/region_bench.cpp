@@ -186,9 +186,8 @@ void sleep(benchmark::State& state, const machine& here, contents kept, std::siz
 void add_growth(const machine& here) {
   const auto add_tier = [&here](tier kind, const std::string& name,
                                 std::initializer_list<std::size_t> sizes) {
-    add("grow/" + name + "/region", sizes, [&here, kind](auto& state, std::size_t bytes) {
-      grow_region(state, here, kind, bytes);
-    });
+    add("grow/" + name + "/region", sizes,
+        [&here, kind](auto& state, std::size_t bytes) { grow_region(state, here, kind, bytes); });
     add("grow/" + name + "/region_cached", sizes, [&here, kind](auto& state, std::size_t bytes) {
       grow_from_cache(state, here, kind, bytes);
     });

@@ -125,9 +125,9 @@ class pool_checkpoint;
 /// Streams: memory belongs to the stream it was allocated on: work enqueued there before a free is
 ///   over before the next user's work begins. A use on another stream is told by record_stream;
 ///   that stream must exist until the free. allocate() and free() do not synchronise, unless memory
-///   has run out. A stream must outlive the allocator's use of it: one that memory was allocated on
-///   is asked later whether it is idle, and waited for, also after empty_cache(). Keep it until the
-///   allocator goes, or the pool that it allocated from.
+///   has run out. A stream with cached memory is asked later whether it is idle, and waited for:
+///   before it is destroyed, free what was allocated on it and call empty_cache(), or keep it until
+///   the allocator goes.
 /// Errors: out_of_memory says what was asked, what is held, why it does not serve, and which option
 ///   helps; the allocator stays usable. free() of an unknown pointer is an invalid_argument.
 class caching_allocator {
