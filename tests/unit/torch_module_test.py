@@ -50,7 +50,7 @@ class ModuleTest(unittest.TestCase):
                 snapshot = pickle.load(file)
         blocks = [b for s in snapshot["segments"] for b in s["blocks"]]
         self.assertIn(at, [b["address"] for b in blocks if b["state"] == "active_allocated"])
-        self.assertEqual(snapshot["device_traces"][0][-1]["action"], "alloc")
+        self.assertEqual(snapshot["device_traces"][0][-2]["action"], "alloc")
 
     def test_errors(self):
         with self.assertRaises(evmm_torch.Error) as raised:
