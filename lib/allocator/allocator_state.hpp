@@ -96,7 +96,7 @@ struct caching_allocator::state {
   void tell(const oom_report& report);  ///< with no lock held
   /// By another backend, which has no ladder of its own.
   void* allocate_elsewhere(std::size_t bytes, native_stream stream);
-  std::size_t reservation_for(native_stream stream) const;
+  std::size_t reservation_for(const arena& of, tier where) const;
   std::size_t limit() const;
   bool capturing(native_stream stream) const {
     return on->capture(stream).status != capture_status::none;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "lib/allocator/arena.hpp"
+#include "lib/allocator/pool_record.hpp"
 #include "lib/memory/copier.hpp"
 #include "lib/memory/memory_source.hpp"
 
@@ -57,8 +58,8 @@ struct span_record {
 /// Threads: under the allocator's slow lock; `segment` also under the arena's.
 class expandable_range {
  public:
-  expandable_range(driver& on, std::size_t reserve, std::size_t granule, arena& owner)
-      : granule_(granule), addresses_(on, reserve, granule) {
+  expandable_range(driver& on, std::size_t reserve, std::size_t granule, arena& owner, tier where)
+      : granule_(granule), where_(where), addresses_(on, reserve, granule) {
     segment.base = addresses_.base();
     segment.bytes = addresses_.size();
     segment.owner = &owner;
@@ -68,6 +69,10 @@ class expandable_range {
   address base() const noexcept { return addresses_.base(); }
   address end() const noexcept { return addresses_.base() + addresses_.size(); }
   std::size_t granule() const noexcept { return granule_; }
+  /// What backs it; both tiers where the pool lets its allocations span them.
+  bool takes(tier kind) const noexcept {
+    return kind == where_ || segment.owner->pool().options.may_span;
+  }
   address round_down(address at) const noexcept {
     return base() + (at - base()) / granule_ * granule_;
   }
@@ -101,6 +106,7 @@ class expandable_range {
 
  private:
   std::size_t granule_;
+  tier where_;
   address_range addresses_;
   std::vector<span_record*> by_granule_;
 };

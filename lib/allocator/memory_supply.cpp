@@ -158,6 +158,7 @@ void memory_supply::choose_place(search& in) const {
     in.at = at;
   };
   for (block* hole = in.needy.holes(); hole != nullptr; hole = hole->right) {
+    if (!hole->in->range->takes(in.terms.where)) continue;
     block* first = hole;
     bool leads = true;  // the first hole of its run of free neighbours speaks for the run
     while (is_free(first->before)) {
@@ -186,7 +187,7 @@ void memory_supply::choose_place(search& in) const {
 }
 
 expandable_range& memory_supply::range_of(arena& needy, std::size_t bytes,
-                                          std::size_t reserve_bytes) {
+                                          std::size_t reserve_bytes, tier where) {
   if (bytes > reserve_bytes) {
     throw out_of_memory(
         fmt::format(
@@ -198,7 +199,7 @@ expandable_range& memory_supply::range_of(arena& needy, std::size_t bytes,
   needy.segments.reserve(needy.segments.size() + 1);
   ranges_.reserve(ranges_.size() + 1);
   auto made = std::make_unique<expandable_range>(*on_, evmm::round_up(reserve_bytes, granule_),
-                                                 granule_, needy);
+                                                 granule_, needy, where);
   needy.add(made->segment, block_use::hole);
   needy.segments.push_back(&made->segment);
   ranges_.push_back(std::move(made));
@@ -427,7 +428,7 @@ block* memory_supply::expand(arena& needy, std::size_t bytes, std::size_t reserv
   needy.merge_recent();
   choose_place(in);
   if (in.range == nullptr) {
-    expandable_range& range = range_of(needy, bytes, reserve_bytes);
+    expandable_range& range = range_of(needy, bytes, reserve_bytes, terms.where);
     in.range = &range;
     in.at = range.base();
   }

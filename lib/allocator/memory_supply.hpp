@@ -109,7 +109,8 @@ class memory_supply {
  private:
   struct search;
 
-  expandable_range& range_of(arena& needy, std::size_t bytes, std::size_t reserve_bytes);
+  expandable_range& range_of(arena& needy, std::size_t bytes, std::size_t reserve_bytes,
+                             tier where);
   void find_takable(search& in, std::span<arena* const> all);
   void choose_place(search& in) const;
   std::size_t new_handle_bytes(tier where) const noexcept;

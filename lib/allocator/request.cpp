@@ -22,15 +22,24 @@ std::size_t caching_allocator::state::limit() const {
                        : static_cast<std::size_t>(fraction * static_cast<double>(total_bytes));
 }
 
-std::size_t caching_allocator::state::reservation_for(native_stream stream) const {
+std::size_t caching_allocator::state::reservation_for(const arena& of, tier where) const {
   const allocator_options& now = options.now();
   reservation wanted = now.expandable_segments_reserve;
-  if (const auto its_class = stream_classes.find(stream); its_class != stream_classes.end()) {
+  if (const auto its_class = stream_classes.find(of.stream()); its_class != stream_classes.end()) {
     const auto found = now.expandable_segments_reserve_by_class.find(its_class->second);
     if (found != now.expandable_segments_reserve_by_class.end()) wanted = found->second;
   }
-  if (wanted.bytes != 0) return wanted.bytes;
-  return static_cast<std::size_t>(wanted.fraction * static_cast<double>(total_bytes));
+  std::size_t bytes =
+      wanted.bytes != 0
+          ? wanted.bytes
+          : static_cast<std::size_t>(wanted.fraction * static_cast<double>(total_bytes));
+  // The host tier may hold more than the device; addresses cost nothing.
+  if (where == tier::host || (of.pool().options.may_span && of.pool().in_tier(tier::host))) {
+    for (const numa_node node : on->numa_nodes()) {
+      bytes += on->usage(memory_location::on(node)).total_bytes;
+    }
+  }
+  return bytes;
 }
 
 bool caching_allocator::state::expandable(const arena& from) const {
@@ -44,7 +53,7 @@ block* caching_allocator::state::extend(arena& from, std::size_t size, const sup
   held = std::unique_lock(from.guard());
   block* found = nullptr;
   if (expandable(from)) {
-    found = supply.expand(from, size, reservation_for(from.stream()), all_arenas, terms);
+    found = supply.expand(from, size, reservation_for(from, terms.where), all_arenas, terms);
   } else if (supply.add_segment(from, rules.segment_bytes(size), terms)) {
     found = from.take_free(size, from.pool().options.no_split);
   }

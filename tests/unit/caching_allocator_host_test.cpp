@@ -255,6 +255,37 @@ TEST_F(small_device, names_both_tiers_when_both_are_full) {
   EXPECT_TRUE(says(said, "pool 1")) << said;
 }
 
+TEST_F(small_device, one_block_may_lie_in_both_tiers) {
+  make("");
+  const pool_id pool =
+      allocator->create_pool({.tiers = {tier::device, tier::host}, .may_span = true});
+  allocator->begin_allocate_to_pool(pool);
+  live.push_back(allocator->allocate(100_MiB));  // more than 9/8 of the device
+  allocator->end_allocate_to_pool(pool);
+  const memory_report now = allocator->report();
+  EXPECT_EQ(now.reserved_bytes + now.host_tier_bytes, 100_MiB);
+  EXPECT_GE(now.reserved_bytes, 48_MiB);
+  on->fill(at(live.back()), std::byte{7}, 100_MiB, nullptr);
+  on->synchronize(native_stream{});
+  EXPECT_EQ(static_cast<const std::byte*>(live.back())[100_MiB - 1], std::byte{7});
+}
+
+TEST_F(small_device, a_block_lies_in_one_tier_unless_it_may_span) {
+  make("");
+  const pool_id pool = allocator->create_pool({.tiers = {tier::device, tier::host}});
+  allocator->begin_allocate_to_pool(pool);
+  for (int round = 0; round < 3; ++round) {
+    for (const std::size_t bytes : {30_MiB, 50_MiB, 20_MiB})
+      live.push_back(allocator->allocate(bytes));
+    for (const segment_snapshot& run : allocator->snapshot(pool).segments) {
+      EXPECT_LE(run.total_bytes, 64_MiB) << "a run over both tiers";
+    }
+    for (void* each : live) allocator->free(each);
+    live.clear();
+  }
+  allocator->end_allocate_to_pool(pool);
+}
+
 TEST_F(small_device, names_pools_that_keep_memory) {
   make("");
   const pool_id pool = allocator->create_pool();

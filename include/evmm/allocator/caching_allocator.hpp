@@ -37,6 +37,9 @@ struct pool_options {
   /// Where its memory comes from: `device` alone, or `device` and then `host` when it is full, or
   /// `host` alone (tiers in order of preference).
   std::vector<tier> tiers = {tier::device};
+  /// Whether one allocation may lie partly in each tier, where segments expand. Kernels do not
+  /// notice; but one cudaMemcpyAsync over both crashes in libcuda 580, so copy with copy() then.
+  bool may_span = false;
   /// Memory from the user instead of from evmm.
   std::optional<pool_functions> functions = {};
   /// The pool's own choice; the allocator's when empty.

@@ -84,8 +84,8 @@ struct allocator_options {
   double per_process_memory_fraction = 1;   ///< [0, 1] of the device's memory
   bool throw_on_device_oom =
       false;  ///< refuse before the driver is asked (throw_on_cudamalloc_oom)
-  /// Other streams may allocate while the driver makes memory. Always so here: the key
-  /// (release_lock_on_cudamalloc) is accepted and reported.
+  /// Changes nothing here: while the driver makes memory for one stream, the others are served from
+  /// what they have cached, unless they have handles to give (release_lock_on_cudamalloc).
   bool release_lock_on_device_alloc = false;
 
   // --- expandable segments --------------------------------------------------------------------
