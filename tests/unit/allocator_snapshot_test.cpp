@@ -31,7 +31,7 @@ using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
 std::vector<stack_frame> some_frames() {
-  return {{"step", "/work/train.py", 42}, {"main", "/work/train.py", 7}, {"_start", "??", 0}};
+  return {{"step", "/home/me/train.py", 42}, {"main", "/home/me/train.py", 7}, {"_start", "??", 0}};
 }
 
 native_stream stream_at(std::uintptr_t value) {
@@ -94,7 +94,7 @@ allocator_snapshot sample() {
                                        .at = std::numeric_limits<std::size_t>::max(),
                                        .bytes = 1_TiB,
                                        .time_us = -1,
-                                       .frames = {{"step", "/work/train.py", 4294967295u}}});
+                                       .frames = {{"step", "/home/me/train.py", 4294967295u}}});
   snapshot.external_annotations.push_back({1, time, {{"name", "epoch"}, {"stage", "START"}}});
   snapshot.settings = {{"PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128"},
                        {"max_split_size", "134217728"},
@@ -352,7 +352,7 @@ assert all(list(b) == ['address', 'size', 'requested_size', 'state', 'frames'] f
 assert [b['state'] for b in blocks] == ['active_allocated', 'active_pending_free', 'inactive']
 assert sum(b['size'] for b in blocks) == segment['total_size']
 frames = blocks[0]['frames']
-assert frames[0] == {'name': 'step', 'filename': '/work/train.py', 'line': 42}
+assert frames[0] == {'name': 'step', 'filename': '/home/me/train.py', 'line': 42}
 assert frames is segment['frames'] and blocks[1]['frames'] == []
 
 trace, empty, other = data['device_traces']
