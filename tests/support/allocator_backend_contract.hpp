@@ -97,8 +97,8 @@ TEST_P(allocator_backend_contract, without_caching_a_free_waits_for_the_streams)
   const native_stream owner = new_stream();
   const native_stream other = new_stream();
   void* const block = allocator->allocate(32_MiB, owner);
-  on->fill(at(block), std::byte{1}, 32_MiB, owner);
-  on->fill(at(block), std::byte{2}, 32_MiB, other);
+  on->fill(at(block), std::byte{1}, 16_MiB, owner);
+  on->fill(at(block) + 16_MiB, std::byte{2}, 16_MiB, other);
   allocator->record_stream(block, other);
   allocator->free(block);
   EXPECT_EQ(on->alive().mapped_bytes, 0u) << "without waiting the driver would refuse";
