@@ -142,7 +142,8 @@ struct caching_allocator::state {
   std::uint64_t next_pool = 1;
   int captures = 0;  ///< of all pools
 
-  mutable std::shared_mutex arenas_guard;  ///< a leaf: the table below and the routes
+  mutable std::shared_mutex
+      arenas_guard;  ///< the tables below and the routes; under it only the ledger's
   std::map<std::pair<pool_id, native_stream>, std::unique_ptr<ledger_account>> accounts;
   std::map<std::tuple<pool_id, native_stream, size_class>, std::unique_ptr<arena>> arenas;
   std::vector<arena*> all_arenas;

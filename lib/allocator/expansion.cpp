@@ -22,6 +22,11 @@ constexpr std::size_t most_spans = 8;
 constexpr std::size_t claim_cost = 64 << 10;
 /// What it costs to wait for the work that still uses a mapping: more than any new memory.
 constexpr std::size_t stall_cost = std::size_t{1} << 44;
+/// How much smaller handles are made for each move that a handle has taken on average. With less,
+/// traces of random sizes hold too much; with more, steady ones make too many handles.
+constexpr double move_weight = 3;
+/// Beyond what was live, the part of the usual size that is made.
+constexpr std::size_t piece_share = 8;
 }  // namespace
 
 /// One request for memory: which arenas are locked, which handles are free, where it goes.
@@ -233,7 +238,7 @@ std::size_t memory_supply::new_handle_bytes(tier where) const noexcept {
   const allocator_options& options = options_.now();
   const double moved = static_cast<double>(recycled_) / static_cast<double>(made_ + 16);
   const double share = static_cast<double>(held_[static_cast<std::size_t>(where)]) /
-                       (options.handle_fraction * (1 + 3 * moved));
+                       (options.handle_fraction * (1 + move_weight * moved));
   return std::clamp(std::bit_floor(static_cast<std::size_t>(share) | 1), options.min_handle,
                     options.max_handle);
 }
@@ -254,7 +259,7 @@ bool memory_supply::fill_stretch(search& in, address from, address to) {
     const bool wanted = held + size <= in.terms.make_up_to;
     // Where the program has needed no more than before, in small pieces: they move more easily.
     if (held >= in.terms.make_up_to && !in.terms.growing) {
-      size = std::max(evmm::round_up(size / 8, granule_), options.min_handle);
+      size = std::max(evmm::round_up(size / piece_share, granule_), options.min_handle);
     }
     if (!wanted) size = std::min(size, to - at);
     size = std::min(size, room);

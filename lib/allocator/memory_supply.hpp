@@ -68,7 +68,7 @@ struct supply_terms {
 /// back.
 ///
 /// New memory is made while less is held than was ever live. Beyond that, handles that no live
-/// block touches are mapped where they are needed (FACTS.md, "How tight an allocator can be"), so
+/// block touches are mapped where they are needed, so
 /// that fragmentation costs mappings, and in a program that repeats itself not even those.
 ///
 /// Threads: under the allocator's slow lock, which alone may hold several arenas' locks.

@@ -13,6 +13,9 @@
 namespace evmm {
 
 namespace {
+/// This part of what was ever live may be held beyond it before handles move: with less, programs
+/// that grow move handles that they could have made; with more, that much is wasted.
+constexpr std::size_t slack_share = 50;
 constexpr std::size_t k_all = std::numeric_limits<std::size_t>::max();
 }
 
@@ -203,11 +206,13 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
   // 1. Another thread may have freed, or events may be over.
   if (block* const found = try_free()) return {&from, found};
   const bool in_capture = from.pool().captures > 0;
-  if (in_capture && options.now().graph_capture_record_stream_reuse && from.deferred) {
+  if (in_capture && options.now().graph_capture_record_stream_reuse) {
     const auto frontier = on->capture_frontier(from.stream());
     {
       const std::lock_guard mine(from.guard());
-      from.deferred->poll_captured(*on, frontier, [&](block* freed) { complete(from, *freed); });
+      if (from.deferred) {
+        from.deferred->poll_captured(*on, frontier, [&](block* freed) { complete(from, *freed); });
+      }
     }
     if (block* const found = try_free()) return {&from, found};
   }
@@ -221,7 +226,7 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
   const std::vector<tier>& tiers = from.pool().options.tiers;
   for (const tier where : tiers) {
     supply_terms terms{.where = where,
-                       .make_up_to = most_live + most_live / 50,
+                       .make_up_to = most_live + most_live / slack_share,
                        .growing = live.next > live.peak,
                        .limit = where == tier::device ? limit() : k_all};
     if (where == tier::device && options.now().throw_on_device_oom) {

@@ -10,7 +10,7 @@ namespace [[gnu::visibility("default")]] evmm {
 
 enum class size_class : std::uint8_t { small, large };
 
-/// What PyTorch's allocator decides from a size alone (PYTORCH.md, Algorithm).
+/// What PyTorch's allocator decides from a size alone.
 class size_rules {
  public:
   explicit size_rules(const live_options& options) : options_(options) {}
@@ -33,7 +33,7 @@ class size_rules {
   bool splits(size_class kind, std::size_t bytes, std::size_t taken,
               bool expandable) const noexcept;
   /// The largest free block that may serve a request of `wanted`. Where segments expand there is
-  /// no limit: their blocks can always be split (FACTS.md, what users report).
+  /// no limit: their blocks can always be split.
   std::size_t largest_fit(std::size_t wanted, bool expandable) const noexcept;
   /// Whether a block counts as oversize (max_split_size).
   bool oversize(std::size_t bytes) const noexcept {

@@ -7,8 +7,8 @@
 namespace [[gnu::visibility("default")]] evmm {
 
 /// A lock for the few nanoseconds in which an arena's books are changed. It spins, and gives way
-/// to other threads when that does not help: nothing under it calls a driver except where memory
-/// has run out.
+/// to other threads when that does not help: a driver is called under it only to record and ask
+/// events of blocks that other streams used, and where memory has run out.
 class spin_lock {
  public:
   void lock() noexcept {
