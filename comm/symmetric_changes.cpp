@@ -21,6 +21,7 @@ struct proposal {
   std::uint8_t kind = 0;    ///< change_kind
   std::uint8_t detail = 0;  ///< contents, for discard
   std::uint8_t moves = 0;   ///< migrate: whether this rank's segment moves; may differ
+  std::uint64_t host = 0;   ///< compact: a bit for each of this rank's segments there; may differ
   std::uint64_t first = 0;  ///< bytes, or a segment's index
   std::uint64_t count = 0;
   std::uint64_t epoch = 0;
@@ -47,6 +48,9 @@ std::string to_string(const proposal& proposed) {
     case change_kind::discard:
       text += fmt::format(" segments {}+{} ({})", proposed.first, proposed.count,
                           proposed.detail == 0 ? "drop" : "backup");
+      break;
+    case change_kind::compact:
+      text += fmt::format(" segments {}+{}", proposed.first, proposed.count);
       break;
     case change_kind::restore:
       break;
@@ -316,6 +320,95 @@ void symmetric_region::state::restore() {
     }
   };
   run_change(std::move(change), counts.restores);
+}
+
+std::vector<index_range> symmetric_region::state::runs_of_one_tier(
+    index_range within, const std::vector<proposal>& proposed) {
+  const auto alike = [&](std::size_t a, std::size_t b) {
+    return std::all_of(proposed.begin(), proposed.end(), [&](const proposal& of) {
+      return ((of.host >> a) & 1) == ((of.host >> b) & 1);
+    });
+  };
+  std::vector<index_range> runs;
+  for (std::size_t i = within.first; i < within.last;) {
+    std::size_t end = i + 1;
+    while (end < within.last && !own().at(i).discarded && !own().at(end).discarded &&
+           alike(i, end)) {
+      ++end;
+    }
+    if (end > i + 1) runs.push_back({i, end});
+    i = end;
+  }
+  return runs;
+}
+
+std::size_t symmetric_region::state::compact(const uses& in_use, std::size_t first,
+                                             std::size_t count) {
+  check_open();
+  std::uint64_t host = 0;
+  for (std::size_t i = 0; i < own().count(); ++i) {
+    host |= std::uint64_t{own().at(i).where.kind == tier::host} << i;
+  }
+  const auto proposed = propose({.kind = static_cast<std::uint8_t>(change_kind::compact),
+                                 .host = host,
+                                 .first = first,
+                                 .count = count,
+                                 .epoch = epoch});
+  const auto runs = runs_of_one_tier(clip(first, count, own().count()), proposed);
+  if (runs.empty()) return own().count();
+  const auto me = static_cast<std::size_t>(ranks->node_rank());
+  const auto bytes_of = [&](const index_range& run) {
+    const part_segment& last = own().at(run.last - 1);
+    return last.place.at + last.place.bytes - own().at(run.first).place.at;
+  };
+  std::vector<memory_lease> leases;
+  std::vector<std::vector<std::unique_ptr<part_segment>>> merged(parts.size());
+  collective_change change{
+      .what = span_of(change_kind::compact, {runs.front().first, runs.back().last - 1}),
+      .in_use = in_use};
+  change.prepare = [&] {
+    for (const index_range& run : runs) {
+      leases.push_back(source->acquire(own().at(run.first).where.kind, bytes_of(run)));
+      for (std::size_t r = 0; r < parts.size(); ++r) {
+        const part_segment& head = parts[r].at(run.first);
+        merged[r].push_back(parts[r].make(parts[r].offset_of(head), bytes_of(run), head.where));
+      }
+    }
+  };
+  change.copy_out = [&] {
+    for (std::size_t i = 0; i < runs.size(); ++i) {
+      const scratch_mapping scratch(*on, *leases[i].get(), access);
+      copies->copy(scratch.base(), own().at(runs[i].first).place.at, bytes_of(runs[i]));
+    }
+  };
+  change.hand_out = [&] {
+    std::vector<const physical_memory*> handles;
+    for (const memory_lease& lease : leases) handles.push_back(lease.get().get());
+    return handles;
+  };
+  change.plan = [&](remap& swap, const handed_out& shared) {
+    for (std::size_t r = 0; r < parts.size(); ++r) {
+      for (std::size_t i = 0; i < runs.size(); ++i) {
+        for (std::size_t s = runs[i].first; s < runs[i].last; ++s) {
+          swap.replace(parts[r].at(s).place, nullptr);
+        }
+        const memory_ptr& next = r == me ? leases[i].get() : shared[r].at(i);
+        merged[r][i]->where = next->location();
+        swap.replace(merged[r][i]->place, next);
+      }
+    }
+  };
+  change.commit = [&](std::vector<memory_ptr> unused) {
+    for (memory_lease& lease : leases) lease.take();
+    for (std::size_t r = 0; r < parts.size(); ++r) {
+      for (std::size_t i = runs.size(); i-- > 0;) {  // the last first: indices before it hold
+        parts[r].merge(runs[i].first, runs[i].last - runs[i].first, std::move(merged[r][i]));
+      }
+    }
+    for (memory_ptr& memory : unused) source->recycle(std::move(memory));
+  };
+  run_change(std::move(change), counts.compactions);
+  return own().count();
 }
 
 }  // namespace evmm

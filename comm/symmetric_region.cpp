@@ -112,6 +112,9 @@ void symmetric_region::discard(contents kept, const uses& in_use, std::size_t fi
 void symmetric_region::restore() {
   state_->restore();
 }
+std::size_t symmetric_region::compact(const uses& in_use, std::size_t first, std::size_t count) {
+  return state_->compact(in_use, first, count);
+}
 
 observer_subscription symmetric_region::observe(region_observer observer) {
   return state_->observers.add(std::move(observer));

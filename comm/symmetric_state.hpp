@@ -29,6 +29,7 @@ struct symmetric_region::state {
   void migrate(std::size_t index, tier kind, const uses& in_use);
   void discard(contents kept, const uses& in_use, std::size_t first, std::size_t count);
   void restore();
+  std::size_t compact(const uses& in_use, std::size_t first, std::size_t count);
   void close(const uses& in_use);
 
   /// Throws invalid_argument after close().
@@ -46,6 +47,10 @@ struct symmetric_region::state {
   void run_change(collective_change change, std::uint64_t& counter);
   /// Indices of the discarded segments among [first, last), or of those that are not.
   std::vector<std::size_t> select(index_range within, bool discarded);
+  /// Maximal runs of more than one segment within a range that lie in one tier, on every rank of
+  /// the job. Discarded ones are in none.
+  std::vector<index_range> runs_of_one_tier(index_range within,
+                                            const std::vector<proposal>& proposed);
   /// The bytes from the first to the last of these segments.
   region_change span_of(change_kind kind, const std::vector<std::size_t>& indices);
   void reserve_addresses(bool same_wanted);

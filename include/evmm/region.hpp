@@ -42,7 +42,7 @@ enum class contents : std::uint8_t {
   backup,  ///< copied to host memory and copied back by restore()
 };
 
-enum class change_kind : std::uint8_t { grow, shrink, migrate, discard, restore };
+enum class change_kind : std::uint8_t { grow, shrink, migrate, discard, restore, compact };
 const char* to_string(change_kind kind) noexcept;
 
 /// One change of a region, as its observers see it.
@@ -77,9 +77,10 @@ struct region_statistics {
   std::size_t cached_bytes = 0;     ///< freed handles kept for reuse
   std::size_t peak_bytes = 0;       ///< most ever mapped
   std::uint64_t grows = 0, shrinks = 0, migrations = 0, discards = 0, restores = 0;
+  std::uint64_t compactions = 0;
   std::uint64_t rollbacks = 0;  ///< changes undone after a failure or a veto
   std::uint64_t handles_created = 0, handles_reused = 0, handles_released = 0;
-  std::uint64_t bytes_copied = 0;  ///< by migrate, backup and restore
+  std::uint64_t bytes_copied = 0;  ///< by migrate, backup, restore and compact
 };
 
 /// The bytes that a grow() added.

@@ -19,6 +19,8 @@ const char* to_string(change_kind kind) noexcept {
       return "discard";
     case change_kind::restore:
       return "restore";
+    case change_kind::compact:
+      return "compact";
   }
   return "change";
 }

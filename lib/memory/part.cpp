@@ -64,6 +64,13 @@ void part::push_all(std::vector<std::unique_ptr<part_segment>> segments) noexcep
   }
 }
 
+void part::merge(std::size_t first, std::size_t count,
+                 std::unique_ptr<part_segment> merged) noexcept {
+  const auto at = segments_.begin() + static_cast<std::ptrdiff_t>(first);
+  *at = std::move(merged);
+  segments_.erase(at + 1, at + static_cast<std::ptrdiff_t>(count));
+}
+
 std::size_t part::mapped_bytes(tier kind) const noexcept {
   std::size_t bytes = 0;
   for (const auto& held : segments_) {

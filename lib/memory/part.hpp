@@ -46,6 +46,8 @@ class part {
   std::vector<std::unique_ptr<part_segment>> pop(std::size_t count);
   /// Appends segments, which begin where the last one ends.
   void push_all(std::vector<std::unique_ptr<part_segment>> segments) noexcept;
+  /// Puts `merged` in the place of segments [first, first + count), whose bytes it covers.
+  void merge(std::size_t first, std::size_t count, std::unique_ptr<part_segment> merged) noexcept;
 
   /// Mapped bytes in one tier.
   std::size_t mapped_bytes(tier kind) const noexcept;

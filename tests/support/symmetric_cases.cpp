@@ -272,6 +272,42 @@ void changes_elsewhere_do_not_stall_a_busy_stream(const rank_context& at) {
   region.close();
 }
 
+void compacts_runs_of_one_tier_with_contents_in_place(const rank_context& at) {
+  auto region = at.make();
+  for (int i = 0; i < 3; ++i) region.grow(tier::device, at.granule());
+  region.grow(tier::host, at.granule());
+  region.grow(tier::host, 2 * at.granule());
+  region.grow(tier::device, at.granule());
+  // Where one rank has another tier than the rest, nothing can be merged across.
+  region.migrate(0, at.ranks->rank() == rank_id{0} ? tier::host : tier::device);
+  expect_shared(region, 9);
+  EXPECT_EQ(region.compact({}, 2, 2), 6u) << "one of each tier";
+  EXPECT_EQ(region.epoch(), 7u) << "nothing changed";
+  EXPECT_EQ(region.compact(), 4u);
+  EXPECT_EQ(region.epoch(), 8u);
+  for (const rank_id peer : at.ranks->node_ranks()) {
+    const auto held = region.segments(peer);
+    ASSERT_EQ(held.size(), 4u);
+    EXPECT_EQ(held[1].bytes, 2 * at.granule());
+    EXPECT_EQ(held[2].offset, 3 * at.granule());
+    EXPECT_EQ(held[2].bytes, 3 * at.granule());
+    EXPECT_EQ(held[2].where.kind, tier::host);
+    EXPECT_EQ(held[3].offset, 6 * at.granule());
+  }
+  expect_still_shared(region, 9);
+  region.migrate(0, tier::device);
+  EXPECT_EQ(region.compact(), 3u);
+  expect_still_shared(region, 9);
+  EXPECT_EQ(region.statistics().compactions, 2u);
+  region.migrate(1, tier::device);
+  region.discard(contents::backup, {}, 1, 1);
+  EXPECT_EQ(region.compact(), 3u) << "a discarded segment is left alone";
+  region.restore();
+  EXPECT_EQ(region.compact(), 1u);
+  expect_still_shared(region, 9);
+  region.close();
+}
+
 }  // namespace
 
 symmetric_region rank_context::make(symmetric_options options) const {
@@ -288,6 +324,7 @@ const std::vector<symmetric_case>& symmetric_cases() {
       EVMM_CASE(stores_into_a_peers_part_arrive),
       EVMM_CASE(tiers_may_differ_by_rank),
       EVMM_CASE(migrates_with_contents_even_on_some_ranks_only),
+      EVMM_CASE(compacts_runs_of_one_tier_with_contents_in_place),
       EVMM_CASE(shrinks_and_grows_again_with_kept_handles),
       EVMM_CASE(sleeps_and_wakes_with_contents),
       EVMM_CASE(large_growth_is_cut_alike_on_all_ranks),

@@ -103,6 +103,12 @@ class symmetric_region {
   void discard(contents kept, const uses& in_use = {}, std::size_t first = 0,
                std::size_t count = static_cast<std::size_t>(-1));
   void restore();
+  /// Puts one handle behind each run of neighbouring segments that lie in the same tier, for every
+  /// rank: time to map, to share and to register grows with the number of handles. Contents and
+  /// addresses are kept. Needs the memory of what is merged once more while it copies. Segments
+  /// [first, first + count), by default all; equal on all ranks. Returns how many are left.
+  std::size_t compact(const uses& in_use = {}, std::size_t first = 0,
+                      std::size_t count = static_cast<std::size_t>(-1));
 
   /// Local. Observers see each change once a rank; before_change may veto it for all ranks.
   [[nodiscard]] observer_subscription observe(region_observer observer);
