@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/symmetric_state.hpp"
 #include "lib/memory/region_rules.hpp"
+#include "lib/memory/segment_plan.hpp"
 #include "lib/support/format.hpp"
 #include "lib/support/log.hpp"
 
@@ -48,11 +49,18 @@ std::size_t symmetric_region::size() const noexcept {
 std::size_t symmetric_region::reserved() const noexcept {
   return state_->limits.reserved;
 }
+std::size_t symmetric_region::max_segments() const noexcept {
+  return state_->limits.max_segments;
+}
 std::size_t symmetric_region::granularity() const noexcept {
   return state_->limits.granularity;
 }
 std::uint64_t symmetric_region::epoch() const noexcept {
   return state_->epoch;
+}
+std::size_t symmetric_region::planned_growth(std::size_t bytes) const {
+  state_->check_open();
+  return next_segment_bytes(state_->limits, size(), state_->own().count(), bytes);
 }
 std::vector<segment> symmetric_region::segments(rank_id rank) const {
   return state_->part_of(rank).describe();

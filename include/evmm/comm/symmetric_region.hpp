@@ -78,7 +78,10 @@ class symmetric_region {
   std::size_t size() const noexcept;
   std::size_t reserved() const noexcept;
   std::size_t granularity() const noexcept;
+  std::size_t max_segments() const noexcept;
   std::uint64_t epoch() const noexcept;
+  /// What grow(_, bytes) would append now, after rounding. Throws as grow() does for its argument.
+  std::size_t planned_growth(std::size_t bytes) const;
   /// Segments of any rank of the node.
   std::vector<segment> segments(rank_id rank) const;
   /// Whether all ranks of the job have this region's first part at the same address.
