@@ -5,6 +5,7 @@
 #include "tests/bench/allocator_peers.hpp"
 
 #include <evmm/allocator/caching_allocator.hpp>
+#include <evmm/allocator/pinned_host_allocator.hpp>
 
 #include <string>
 #include <utility>
@@ -34,6 +35,16 @@ class evmm_subject {
   caching_allocator allocator_;
 };
 
+class pinned_subject {
+ public:
+  explicit pinned_subject(const machine& here) : allocator_(here.on, here.device.id) {}
+  void* allocate(std::size_t bytes, unsigned) { return allocator_.allocate(bytes); }
+  void free(void* at, unsigned) { allocator_.free(at); }
+
+ private:
+  pinned_host_allocator allocator_;
+};
+
 maker<evmm_subject> make_evmm(const machine& here, const allocator_options& options) {
   return [&here, options](unsigned streams) {
     return std::make_unique<evmm_subject>(here, streams, options);
@@ -50,6 +61,9 @@ void add_all(const machine& here) {
   add_pairs("evmm_segments", plain, k_pair_sizes);
   add_live("evmm_segments", plain);
   add_replays("evmm_segments", plain, all);
+
+  add_pinned_pairs<pinned_subject>(
+      "evmm", [&here](unsigned) { return std::make_unique<pinned_subject>(here); });
 
   add_host_peers(all);
 #if EVMM_BENCH_CUDA

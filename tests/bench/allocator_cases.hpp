@@ -83,19 +83,19 @@ class random_numbers {
 /// `pair/NAME/bytes:N`: a block is allocated and freed again, on the default stream.
 template <class Subject>
 void add_pairs(const std::string& name, const maker<Subject>& make,
-               std::initializer_list<std::size_t> sizes) {
-  auto* made = benchmark::RegisterBenchmark(
-      ("pair/" + name).c_str(), guarded([make](benchmark::State& state) {
-        const auto subject = make(1);
-        const auto bytes = static_cast<std::size_t>(state.range(0));
-        subject->free(subject->allocate(bytes, 0), 0);
-        for (auto _ : state) {
-          void* at = subject->allocate(bytes, 0);
-          benchmark::DoNotOptimize(at);
-          subject->free(at, 0);
-        }
-        state.SetItemsProcessed(state.iterations());
-      }));
+               std::initializer_list<std::size_t> sizes, const std::string& title = "pair/") {
+  auto* made =
+      benchmark::RegisterBenchmark((title + name).c_str(), guarded([make](benchmark::State& state) {
+                                     const auto subject = make(1);
+                                     const auto bytes = static_cast<std::size_t>(state.range(0));
+                                     subject->free(subject->allocate(bytes, 0), 0);
+                                     for (auto _ : state) {
+                                       void* at = subject->allocate(bytes, 0);
+                                       benchmark::DoNotOptimize(at);
+                                       subject->free(at, 0);
+                                     }
+                                     state.SetItemsProcessed(state.iterations());
+                                   }));
   made->UseRealTime()->ArgName("bytes");
   for (const auto size : sizes) made->Arg(static_cast<std::int64_t>(size));
 }
@@ -272,7 +272,14 @@ inline constexpr auto k_pair_sizes = {std::size_t{512},      std::size_t{4} << 1
                                       std::size_t{64} << 10, std::size_t{1} << 20,
                                       std::size_t{4} << 20,  std::size_t{64} << 20};
 
-/// All of the above.
+/// `pinned_pair/NAME/bytes:N`: the same for page-locked host memory.
+template <class Subject>
+void add_pinned_pairs(const std::string& name, const maker<Subject>& make) {
+  add_pairs(name, make, {std::size_t{4} << 10, std::size_t{1} << 20, std::size_t{64} << 20},
+            "pinned_pair/");
+}
+
+/// All of the above but for pinned memory.
 template <class Subject>
 void add_all_cases(const std::string& name, const maker<Subject>& make,
                    const std::vector<std::shared_ptr<const allocation_trace>>& traces) {

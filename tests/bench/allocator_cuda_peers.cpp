@@ -73,6 +73,16 @@ class malloc_subject {
   void free(void* at, unsigned) { check(cudaFree(at), "cudaFree"); }
 };
 
+class host_alloc_subject {
+ public:
+  void* allocate(std::size_t bytes, unsigned) {
+    void* at = nullptr;
+    check(cudaHostAlloc(&at, bytes, cudaHostAllocDefault), "cudaHostAlloc");
+    return at;
+  }
+  void free(void* at, unsigned) { check(cudaFreeHost(at), "cudaFreeHost"); }
+};
+
 }  // namespace
 
 void add_cuda_allocator_peers(const machine& here, const traces& all) {
@@ -88,6 +98,8 @@ void add_cuda_allocator_peers(const machine& here, const traces& all) {
   const maker<malloc_subject> plain = [](unsigned) { return std::make_unique<malloc_subject>(); };
   add_pairs("peer_cudaMalloc", plain, k_pair_sizes);
   add_live("peer_cudaMalloc", plain);
+  add_pinned_pairs<host_alloc_subject>(
+      "peer_cudaHostAlloc", [](unsigned) { return std::make_unique<host_alloc_subject>(); });
 }
 
 }  // namespace evmm::bench
