@@ -6,6 +6,7 @@
 #include "tests/support/fault_driver.hpp"
 
 #include <evmm/comm/bootstrap.hpp>
+#include <evmm/comm/symmetric_heap.hpp>
 #include <evmm/comm/symmetric_region.hpp>
 #include <evmm/units.hpp>
 
@@ -100,6 +101,39 @@ void rebuild(benchmark::State& state, const job& at, tier kind, std::size_t byte
   region->close();
 }
 
+/// 16 segments become one.
+void compact(benchmark::State& state, const job& at, std::size_t bytes) {
+  auto region = at.make(2 * bytes);
+  const auto build = [&] {
+    for (int i = 0; i < 16; ++i) region.grow(tier::device, bytes / 16);
+  };
+  build();
+  measure(
+      state, at, bytes, [&] { region.compact(); },
+      [&] {
+        region.shrink(region.size());
+        build();
+      });
+  region.close();
+}
+
+/// A block of the heap is freed and allocated again, on its stream or on two streams in turn, which
+/// then wait for each other.
+void heap_pair(benchmark::State& state, const job& at, bool two_streams) {
+  symmetric_heap heap(at.make(1_GiB));
+  const native_stream streams[] = {at.on->create_stream(at.device),
+                                   at.on->create_stream(at.device)};
+  std::size_t held = heap.allocate(1_MiB, streams[0]);
+  std::size_t turn = 0;
+  for (auto _ : state) {
+    heap.free(held);
+    turn = two_streams ? 1 - turn : 0;
+    held = heap.allocate(1_MiB, streams[turn]);
+  }
+  heap.close();
+  for (const native_stream stream : streams) at.on->destroy_stream(stream);
+}
+
 void add_cases(const job& at) {
   const auto add_case = [&](const std::string& name, std::initializer_list<std::size_t> sizes,
                             auto body) {
@@ -133,6 +167,14 @@ void add_cases(const job& at) {
   add_case("symmetric/migrate", {64_MiB}, [](auto& state, const job& job_at, std::size_t bytes) {
     migrate(state, job_at, bytes);
   });
+  add_case("symmetric/compact", {1_GiB}, compact);
+  for (const bool two_streams : {false, true}) {
+    benchmark::RegisterBenchmark(
+        two_streams ? "heap/pair_two_streams" : "heap/pair",
+        [=](benchmark::State& state) { heap_pair(state, at, two_streams); })
+        ->Iterations(20'000)  // the same on every rank
+        ->UseRealTime();
+  }
 }
 
 /// Ranks other than 0 run the cases and say nothing.
