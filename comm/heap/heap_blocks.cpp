@@ -87,7 +87,8 @@ std::optional<std::size_t> heap_blocks::find(pool_id pool, tier kind, std::size_
 }
 
 std::optional<std::size_t> heap_blocks::find_spanning(pool_id pool, std::size_t bytes,
-                                                      std::size_t alignment) const {
+                                                      std::size_t alignment,
+                                                      std::optional<tier> begins) const {
   std::optional<std::size_t> best;
   std::size_t least = 0;
   for (auto at = blocks_.begin(); at != blocks_.end();) {
@@ -103,6 +104,7 @@ std::optional<std::size_t> heap_blocks::find_spanning(pool_id pool, std::size_t 
     for (; at != blocks_.end() && belongs(*at); ++at) to = at->first + at->second.bytes;
     const std::size_t run = to - from;
     if (round_up(from, alignment) + bytes > to || (best && run >= least)) continue;
+    if (begins && segments_[segment_at(from)].kind != *begins) continue;
     best = round_up(from, alignment);
     least = run;
   }

@@ -53,9 +53,10 @@ class heap_blocks {
   /// The smallest free block of this pool and tier that can serve, the lowest among equals.
   std::optional<std::size_t> find(pool_id pool, tier kind, std::size_t bytes,
                                   std::size_t alignment) const;
-  /// The same among runs of neighbouring free blocks of the pool, whatever their tiers.
-  std::optional<std::size_t> find_spanning(pool_id pool, std::size_t bytes,
-                                           std::size_t alignment) const;
+  /// The same among runs of neighbouring free blocks of the pool, whatever their tiers; only those
+  /// that begin in tier `begins`, where one is given.
+  std::optional<std::size_t> find_spanning(pool_id pool, std::size_t bytes, std::size_t alignment,
+                                           std::optional<tier> begins = {}) const;
   /// How far a growth would have to reach beyond size() for a request to fit behind what is free at
   /// the end: in this pool, and in this tier unless any will do.
   std::size_t shortfall(pool_id pool, std::optional<tier> kind, std::size_t bytes,

@@ -173,6 +173,10 @@ std::size_t symmetric_heap::state::find_place(std::size_t bytes, const symmetric
     return blocks.find(pool, kind, bytes, request.alignment);
   };
   if (const auto at = free_block(order[0])) return *at;
+  // What may span begins at least in the tier that it prefers, as long as there is more to be had.
+  if (request.may_span) {
+    if (const auto at = blocks.find_spanning(pool, bytes, request.alignment, order[0])) return *at;
+  }
 
   ++growths;
   auto ranks_now = meet("symmetric_heap: full");

@@ -1,0 +1,398 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "comm/ep/bulk_copy.cuh"
+#include "comm/ep/ep_shape.hpp"
+
+#include <cuda_bf16.h>
+
+#include <cstddef>
+#include <cstdint>
+
+// The steps of an exchange on a GPU. host_steps.cpp says the same in fewer words.
+
+namespace evmm::ep {
+
+constexpr int k_plan_warps = 32;
+constexpr unsigned k_whole_warp = 0xffffffffu;
+
+// --- meeting the peers ---------------------------------------------------------------------------
+
+__device__ __forceinline__ std::uint64_t nanoseconds_now() {
+  std::uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+/// Thread r of the first `ranks` tells rank r. What the calling threads wrote before, and what they
+/// have seen of others, is visible to whoever sees the flag.
+__device__ __forceinline__ void tell_peers(const ep_shape& shape, flag_kind kind,
+                                           std::uint64_t round) {
+  if (threadIdx.x < static_cast<unsigned>(shape.ranks)) {
+    __threadfence_system();
+    signal(shape.flag(static_cast<int>(threadIdx.x), kind, shape.rank), round);
+  }
+}
+
+/// Thread r of the first `ranks` waits for rank r, as long as the timeout allows.
+__device__ __forceinline__ void wait_for_peers(const ep_shape& shape, flag_kind kind,
+                                               const ep_totals& totals, std::uint64_t round) {
+  if (threadIdx.x < static_cast<unsigned>(shape.ranks)) {
+    const std::uint64_t* flag = shape.flag(shape.rank, kind, static_cast<int>(threadIdx.x));
+    const std::uint64_t begin = nanoseconds_now();
+    while (read_signal(flag) < round) {
+      if (nanoseconds_now() - begin > shape.timeout_ns) {
+        atomicOr_system(reinterpret_cast<unsigned long long*>(totals.lost_on_host),
+                        1ull << threadIdx.x);
+        break;
+      }
+    }
+  }
+}
+
+/// Whether this block is the last of the grid to come here; all that the others wrote before is
+/// then visible to it.
+__device__ __forceinline__ bool last_block(unsigned* blocks_done) {
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence_system();
+    last = atomicAdd(blocks_done, 1u) == gridDim.x - 1;
+    if (last) {
+      *blocks_done = 0;  // for the next kernel
+      __threadfence_system();
+    }
+  }
+  __syncthreads();
+  return last;
+}
+
+/// The end of a kernel: the last block tells the peers that all blocks are done, and waits until
+/// they are.
+__device__ __forceinline__ void meet_at_the_end(const ep_shape& shape, flag_kind kind,
+                                                const ep_totals& totals, std::uint64_t round,
+                                                unsigned* blocks_done) {
+  if (!last_block(blocks_done)) return;
+  tell_peers(shape, kind, round);
+  wait_for_peers(shape, kind, totals, round);
+}
+
+__global__ void meet_kernel(const __grid_constant__ ep_shape shape,
+                            const __grid_constant__ ep_totals totals, std::uint64_t round) {
+  tell_peers(shape, flag_kind::counts, round);
+  wait_for_peers(shape, flag_kind::counts, totals, round);
+}
+
+// --- plan ----------------------------------------------------------------------------------------
+
+/// One block. Each warp takes a stretch of the tokens for one rank: how many go there first, then,
+/// with the sums of the stretches before, the place of each.
+__global__ void __launch_bounds__(k_plan_warps * 32)
+    plan_kernel(const __grid_constant__ ep_shape shape, const __grid_constant__ token_arrays from,
+                const __grid_constant__ plan_arrays to, const __grid_constant__ ep_totals totals,
+                std::uint64_t round) {
+  extern __shared__ std::int32_t words[];
+  const int stretches = max(1, k_plan_warps / shape.ranks);
+  std::int32_t* const stretch_rows = words;  // [ranks][stretches], at most ranks x k_plan_warps
+  std::int32_t* const going = words + shape.ranks * k_plan_warps;  // [ranks]
+  std::int32_t* const chosen = going + shape.ranks;                // [ranks][local experts]
+  const int threads = k_plan_warps * 32;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int warp = thread / 32;
+  const int lane = thread % 32;
+  const int experts = shape.ranks * shape.local_experts;
+  for (int e = thread; e < experts; e += threads) chosen[e] = 0;
+  __syncthreads();
+
+  for (int t = thread; t < from.count; t += threads) {
+    std::uint64_t mask = 0;
+    for (int k = 0; k < shape.top_k; ++k) {
+      const std::int64_t expert = from.ids[static_cast<std::size_t>(t) * shape.top_k + k];
+      if (expert < 0) continue;
+      if (expert >= experts) {
+        signal(totals.wrong_on_host, static_cast<std::uint64_t>(expert) + 1);
+        continue;
+      }
+      const int e = static_cast<int>(expert);
+      mask |= std::uint64_t{1} << (e / shape.local_experts);
+      atomicAdd(&chosen[e], 1);
+    }
+    to.masks[t] = mask;
+  }
+  __syncthreads();
+
+  const int pieces = shape.ranks * stretches;
+  const int length = ((from.count + stretches - 1) / stretches + 31) / 32 * 32;
+  for (int piece = warp; piece < pieces; piece += k_plan_warps) {
+    const int r = piece / stretches;
+    const int begin = piece % stretches * length;
+    const int end = min(from.count, begin + length);
+    int rows = 0;
+    for (int t = begin + lane; t < end; t += 32) rows += static_cast<int>(to.masks[t] >> r & 1);
+    rows = __reduce_add_sync(k_whole_warp, rows);
+    if (lane == 0) stretch_rows[piece] = rows;
+  }
+  __syncthreads();
+  if (thread < shape.ranks) {
+    int rows = 0;
+    for (int s = 0; s < stretches; ++s) {
+      const int here = stretch_rows[thread * stretches + s];
+      stretch_rows[thread * stretches + s] = rows;
+      rows += here;
+    }
+    going[thread] = rows;
+  }
+  __syncthreads();
+
+  // The peers wait for these; the places are worked out while they travel.
+  const int message = shape.count_words();
+  for (int i = thread; i < shape.ranks * message; i += threads) {
+    const int r = i / message;
+    const int word = i % message;
+    shape.count_message(r, shape.rank)[word] =
+        word < shape.ranks ? going[word] : chosen[r * shape.local_experts + word - shape.ranks];
+  }
+  __threadfence_system();
+  __syncthreads();
+  tell_peers(shape, flag_kind::counts, round);
+
+  for (int piece = warp; piece < pieces; piece += k_plan_warps) {
+    const int r = piece / stretches;
+    const int begin = piece % stretches * length;
+    const int end = min(from.count, begin + length);
+    int before = stretch_rows[piece];
+    for (int t = begin + lane; t - lane < end; t += 32) {
+      const bool goes = t < end && (to.masks[t] >> r & 1) != 0;
+      const unsigned all = __ballot_sync(k_whole_warp, goes);
+      if (t < end) {
+        to.places[static_cast<std::size_t>(t) * shape.ranks + r] =
+            goes ? before + __popc(all & ((1u << lane) - 1)) : -1;
+      }
+      before += __popc(all);
+    }
+  }
+
+  wait_for_peers(shape, flag_kind::counts, totals, round);
+  __syncthreads();
+  const auto said = [&](int source, int word) {
+    return __ldcg(shape.count_message(shape.rank, source) + word);
+  };
+  const auto tell = [&](int word, std::int32_t value) {
+    totals.words[word] = value;
+    totals.on_host[word] = value;
+  };
+  if (thread < shape.ranks) {
+    int first = 0;
+    for (int s = 0; s < shape.rank; ++s) first += said(s, thread);
+    to.first[thread] = first;
+    int end = 0;
+    for (int s = 0; s <= thread; ++s) end += said(s, shape.rank);
+    tell(1 + thread, end);
+    if (thread == shape.ranks - 1) tell(0, end);
+  }
+  for (int e = thread; e < shape.local_experts; e += threads) {
+    int rows = 0;
+    for (int s = 0; s < shape.ranks; ++s) rows += said(s, shape.ranks + e);
+    tell(1 + shape.ranks + e, rows);
+  }
+  __threadfence_system();
+  __syncthreads();
+  if (thread == 0) signal(totals.round_on_host, round);
+}
+
+// --- send ----------------------------------------------------------------------------------------
+
+/// Shared memory of a warp: one row and its scales.
+inline std::size_t send_stage_bytes(const ep_shape& shape) {
+  return shape.row_bytes + (shape.scale_bytes + 127) / 128 * 128;
+}
+
+/// Each warp takes token after token: into shared memory once, and from there to every rank that it
+/// goes to, while its lanes store what belongs to the row.
+__global__ void __launch_bounds__(16 * 32)
+    send_kernel(const __grid_constant__ ep_shape shape, const __grid_constant__ token_arrays from,
+                const __grid_constant__ plan_arrays by, const __grid_constant__ ep_totals totals,
+                std::uint64_t round, unsigned* blocks_done) {
+  extern __shared__ __align__(128) char stages[];
+  const int warps = static_cast<int>(blockDim.x / 32);
+  const int warp = static_cast<int>(threadIdx.x / 32);
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const std::uint32_t scales_room = (shape.scale_bytes + 127) / 128 * 128;
+  const std::uint32_t stage_bytes = shape.row_bytes + scales_room;
+  char* const row_stage = stages + static_cast<std::size_t>(warp) * stage_bytes;
+  char* const scale_stage = row_stage + shape.row_bytes;
+  auto* const loaded =
+      reinterpret_cast<std::uint64_t*>(stages + static_cast<std::size_t>(warps) * stage_bytes) +
+      warp;
+  if (lane == 0) {
+    barrier_init(loaded);
+    fence_bulk();
+  }
+  __syncwarp();
+
+  std::uint32_t phase = 0;
+  for (int t = static_cast<int>(blockIdx.x) * warps + warp; t < from.count;
+       t += static_cast<int>(gridDim.x) * warps) {
+    const std::uint64_t mask = by.masks[t];
+    if (mask == 0) continue;
+    const auto token = static_cast<std::size_t>(t);
+    if (lane == 0) {
+      bulk_wait_read();
+      barrier_expect(loaded, shape.row_bytes + shape.scale_bytes);
+      bulk_load(row_stage, from.x + token * shape.row_bytes, shape.row_bytes, loaded);
+      if (shape.scale_bytes > 0) {
+        bulk_load(scale_stage, from.scales + token * shape.scale_bytes, shape.scale_bytes, loaded);
+      }
+    }
+    std::int64_t expert = -1;
+    float weight = 1;
+    if (from.ids != nullptr && lane < shape.top_k) {
+      expert = from.ids[token * shape.top_k + lane];
+      if (from.weights != nullptr) weight = from.weights[token * shape.top_k + lane];
+    }
+    if (lane == 0) barrier_wait(loaded, phase);
+    phase ^= 1;
+    for (int i = 0; i < shape.ranks; ++i) {
+      // Each rank begins with its neighbour, so that not all send to the same one.
+      const int r = (shape.rank + 1 + i) % shape.ranks;
+      if ((mask >> r & 1) == 0) continue;
+      const auto row = static_cast<std::size_t>(by.first[r] + by.places[token * shape.ranks + r]);
+      if (lane == 0) {
+        bulk_store(shape.at<char>(r, shape.x) + row * shape.row_bytes, row_stage, shape.row_bytes);
+        if (shape.scale_bytes > 0) {
+          bulk_store(shape.at<char>(r, shape.scales) + row * shape.scale_bytes, scale_stage,
+                     shape.scale_bytes);
+        }
+      }
+      if (from.ids == nullptr) continue;
+      if (lane < shape.top_k) {
+        const std::int64_t local = expert - static_cast<std::int64_t>(r) * shape.local_experts;
+        const bool here = local >= 0 && local < shape.local_experts;
+        shape.at<std::int32_t>(r, shape.experts)[row * shape.top_k + lane] =
+            here ? static_cast<std::int32_t>(local) : -1;
+        shape.at<float>(r, shape.weights)[row * shape.top_k + lane] = here ? weight : 0;
+      }
+      if (lane == 0) shape.at<std::int32_t>(r, shape.tokens)[row] = t;
+    }
+    if (lane == 0) bulk_commit();
+  }
+  if (lane == 0) bulk_wait_written();
+  __threadfence_system();
+  meet_at_the_end(shape, flag_kind::rows, totals, round, blocks_done);
+}
+
+// --- combine -------------------------------------------------------------------------------------
+
+constexpr int k_combine_stages = 2;  ///< one is loaded while the other is summed
+
+/// Elements of a token that a warp sums at a time: the fewer, the more ranks there are, since a
+/// stage holds those of all.
+inline int combine_chunk(const ep_shape& shape) {
+  return shape.ranks <= 8 ? 1024 : shape.ranks <= 16 ? 512 : 256;
+}
+
+/// Eight elements, loaded and stored at once.
+struct alignas(16) bf16_piece {
+  __nv_bfloat162 pairs[4];
+};
+
+/// Each warp takes chunk after chunk: loads it from every rank that the token went to, sums in FP32
+/// and in the order of ranks, and stores the result.
+__global__ void __launch_bounds__(16 * 32)
+    combine_kernel(const __grid_constant__ ep_shape shape, int count, int chunk,
+                   const __grid_constant__ plan_arrays by, __nv_bfloat16* out,
+                   const __nv_bfloat16* bias, const __grid_constant__ ep_totals totals,
+                   std::uint64_t round, unsigned* blocks_done) {
+  extern __shared__ __align__(128) char stages[];
+  const int warps = static_cast<int>(blockDim.x / 32);
+  const int warp = static_cast<int>(threadIdx.x / 32);
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const std::uint32_t chunk_bytes = static_cast<std::uint32_t>(chunk) * sizeof(__nv_bfloat16);
+  const std::uint32_t stage_bytes = static_cast<std::uint32_t>(shape.ranks) * chunk_bytes;
+  char* const mine = stages + static_cast<std::size_t>(warp) * k_combine_stages * stage_bytes;
+  auto* const loaded =
+      reinterpret_cast<std::uint64_t*>(stages + static_cast<std::size_t>(warps) * k_combine_stages *
+                                                    stage_bytes) +
+      warp * k_combine_stages;
+  if (lane == 0) {
+    for (int s = 0; s < k_combine_stages; ++s) barrier_init(loaded + s);
+    fence_bulk();
+  }
+
+  if (blockIdx.x == 0) tell_peers(shape, flag_kind::ready, round);
+  wait_for_peers(shape, flag_kind::ready, totals, round);
+  __syncthreads();
+  fence_bulk();
+
+  const int chunks = (shape.hidden + chunk - 1) / chunk;
+  const int items = count * chunks;
+  const int first = static_cast<int>(blockIdx.x) * warps + warp;
+  const int step = static_cast<int>(gridDim.x) * warps;
+  const auto elements = [&](int item) { return min(chunk, shape.hidden - item % chunks * chunk); };
+  const auto load = [&](int item, int stage) {
+    const int t = item / chunks;
+    const std::uint64_t mask = by.masks[t];
+    const auto bytes = static_cast<std::uint32_t>(elements(item) * sizeof(__nv_bfloat16));
+    barrier_expect(loaded + stage, static_cast<std::uint32_t>(__popcll(mask)) * bytes);
+    for (int i = 0; i < shape.ranks; ++i) {
+      const int r = (shape.rank + 1 + i) % shape.ranks;
+      if ((mask >> r & 1) == 0) continue;
+      const auto row = static_cast<std::size_t>(
+          by.first[r] + by.places[static_cast<std::size_t>(t) * shape.ranks + r]);
+      bulk_load(mine + stage * stage_bytes + static_cast<std::uint32_t>(r) * chunk_bytes,
+                shape.at<__nv_bfloat16>(r, shape.y) + row * shape.hidden + item % chunks * chunk,
+                bytes, loaded + stage);
+    }
+  };
+  if (lane == 0 && first < items) load(first, 0);
+  std::uint32_t phases = 0;  // a bit a stage
+  int stage = 0;
+  for (int item = first; item < items; item += step) {
+    const int other = stage ^ 1;
+    __syncwarp();  // all lanes have read what the next load overwrites
+    if (lane == 0) {
+      fence_bulk();
+      if (item + step < items) load(item + step, other);
+    }
+    barrier_wait(loaded + stage, phases >> stage & 1);
+    phases ^= 1u << stage;
+    const std::uint64_t mask = by.masks[item / chunks];
+    const char* const rows = mine + stage * stage_bytes;
+    const std::size_t begin =
+        static_cast<std::size_t>(item / chunks) * shape.hidden + item % chunks * chunk;
+    for (int i = lane * 8; i < elements(item); i += 32 * 8) {
+      float sum[8] = {};
+      if (bias != nullptr) {
+        const auto piece = *reinterpret_cast<const bf16_piece*>(bias + begin + i);
+#pragma unroll
+        for (int p = 0; p < 4; ++p) {
+          const float2 pair = __bfloat1622float2(piece.pairs[p]);
+          sum[2 * p] = pair.x;
+          sum[2 * p + 1] = pair.y;
+        }
+      }
+      for (int r = 0; r < shape.ranks; ++r) {
+        if ((mask >> r & 1) == 0) continue;
+        const auto piece = *reinterpret_cast<const bf16_piece*>(
+            rows + static_cast<std::uint32_t>(r) * chunk_bytes +
+            static_cast<std::size_t>(i) * sizeof(__nv_bfloat16));
+#pragma unroll
+        for (int p = 0; p < 4; ++p) {
+          const float2 pair = __bfloat1622float2(piece.pairs[p]);
+          sum[2 * p] += pair.x;
+          sum[2 * p + 1] += pair.y;
+        }
+      }
+      bf16_piece made;
+#pragma unroll
+      for (int p = 0; p < 4; ++p) {
+        made.pairs[p] = __floats2bfloat162_rn(sum[2 * p], sum[2 * p + 1]);
+      }
+      *reinterpret_cast<bf16_piece*>(out + begin + i) = made;
+    }
+    stage = other;
+  }
+  meet_at_the_end(shape, flag_kind::finished, totals, round, blocks_done);
+}
+
+}  // namespace evmm::ep

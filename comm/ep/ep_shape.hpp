@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <evmm/device/symmetric_view.cuh>
+
+#include <cstddef>
+#include <cstdint>
+
+// What the steps of an exchange need to know: plain structs, passed to kernels by value and used by
+// the host functions alike.
+
+namespace evmm::ep {
+
+/// What a flag tells. Each kind has one 64-bit word a source rank, that counts rounds.
+enum class flag_kind : int {
+  counts,    ///< the source's counts are here, and its own receive buffer may be written
+  rows,      ///< all rows of the source have arrived
+  ready,     ///< the source's combine buffer may be read
+  finished,  ///< the source has read this rank's combine buffer
+};
+constexpr int flag_kinds = 4;
+
+/// The exchange as one rank sees it. Offsets are from a rank's part of the region.
+struct ep_shape {
+  static constexpr int most_ranks = 64;  ///< a bit each in a token's mask
+
+  char* base = nullptr;  ///< of node rank 0
+  std::uint64_t stride = 0;
+  int rank = 0;
+  int ranks = 1;
+  int local_experts = 0;
+  int top_k = 0;
+  int hidden = 0;
+  std::uint32_t row_bytes = 0;    ///< of dispatched rows
+  std::uint32_t scale_bytes = 0;  ///< of a row's scales; 0 for bf16
+  std::uint64_t timeout_ns = 0;
+
+  std::uint64_t flags = 0;   ///< u64 [flag_kinds][ranks]
+  std::uint64_t counts = 0;  ///< i32 [ranks][count_words()]: by source
+  std::uint64_t x = 0;
+  std::uint64_t scales = 0;
+  std::uint64_t experts = 0;  ///< i32 [rows][top_k]
+  std::uint64_t weights = 0;  ///< f32 [rows][top_k]
+  std::uint64_t tokens = 0;   ///< i32 [rows]
+  std::uint64_t y = 0;        ///< bf16 [rows][hidden]
+
+  template <class T>
+  EVMM_HOST_DEVICE T* at(int of_rank, std::uint64_t offset) const {
+    return reinterpret_cast<T*>(base + static_cast<std::uint64_t>(of_rank) * stride + offset);
+  }
+  /// The word of `source` at `of_rank`.
+  EVMM_HOST_DEVICE std::uint64_t* flag(int of_rank, flag_kind kind, int source) const {
+    return at<std::uint64_t>(of_rank, flags) + static_cast<int>(kind) * ranks + source;
+  }
+  /// A source's message: rows that it sends to each rank, then how often it chose each expert of
+  /// the receiver.
+  EVMM_HOST_DEVICE int count_words() const { return ranks + local_experts; }
+  EVMM_HOST_DEVICE std::int32_t* count_message(int of_rank, int source) const {
+    return at<std::int32_t>(of_rank, counts) + source * count_words();
+  }
+};
+
+/// A plan's memory on one rank.
+struct plan_arrays {
+  std::uint64_t* masks = nullptr;  ///< [tokens]: a bit for each rank that the token goes to
+  std::int32_t* places = nullptr;  ///< [tokens][ranks]: its index among what goes there; else -1
+  std::int32_t* first = nullptr;   ///< [ranks]: where this rank's rows begin in each receive buffer
+};
+
+/// What a rank receives in one dispatch, and what went wrong: on the device, and once more in
+/// page-locked memory that the CPU reads.
+struct ep_totals {
+  std::int32_t* words = nullptr;  ///< rows, then [ranks] ends of sources, then [local experts]
+  std::int32_t* on_host = nullptr;
+  std::uint64_t* round_on_host = nullptr;  ///< of the counts in `on_host`
+  std::uint64_t* lost_on_host = nullptr;   ///< a bit for each rank that did not come in time
+  std::uint64_t* wrong_on_host = nullptr;  ///< an expert id that there is not, plus 1; 0 for none
+};
+
+/// One rank's tokens; see ep::tokens.
+struct token_arrays {
+  const char* x = nullptr;
+  const char* scales = nullptr;
+  const std::int64_t* ids = nullptr;
+  const float* weights = nullptr;
+  int count = 0;
+};
+
+}  // namespace evmm::ep

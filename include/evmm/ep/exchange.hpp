@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <evmm/comm/symmetric_heap.hpp>
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace [[gnu::visibility("default")]] evmm {
+namespace ep {
+
+/// What a token's row is made of.
+enum class payload : std::uint8_t {
+  bf16,
+  fp8,  ///< e4m3, with one float scale for each 128 elements
+};
+
+/// What an exchange is made from; equal on all ranks, but for `sms` and `timeout`.
+struct exchange_options {
+  /// Experts of all ranks together, a multiple of their number: rank r has experts
+  /// [r, r + 1) x experts / ranks.
+  int experts = 0;
+  /// Most experts a token chooses, up to 32.
+  int top_k = 8;
+  /// Elements of a token, a multiple of 128.
+  std::size_t hidden = 0;
+  /// Of dispatched tokens. What is combined is bf16.
+  payload rows = payload::bf16;
+  /// Most tokens that a rank dispatches at once.
+  std::size_t max_tokens = 4096;
+  /// Rows of the receive buffers that lie in DEVICE memory; those beyond, up to the worst case of
+  /// ranks x max_tokens, lie in HOST_NUMA memory. 0: all on the device.
+  std::size_t device_rows = 0;
+  /// Multiprocessors that a dispatch or a combine occupies.
+  int sms = 24;
+  /// After this a kernel no longer waits for a peer; see exchange::check().
+  std::chrono::milliseconds timeout = std::chrono::seconds(30);
+};
+
+/// The tokens of one rank, in memory of its device, row after row.
+struct tokens {
+  const void* x = nullptr;        ///< [count][hidden], aligned to 16
+  const float* scales = nullptr;  ///< [count][hidden / 128] for fp8, aligned to 16; else null
+  const std::int64_t* topk_ids = nullptr;  ///< [count][top_k]; -1 chooses nobody
+  const float* topk_weights = nullptr;     ///< [count][top_k]; null for all 1
+  std::size_t count = 0;
+};
+
+/// What a rank received: one row for each token that chose at least one of its experts, sorted by
+/// source rank and then by the token's index there. Pointers into the heap, the same in every
+/// dispatch of an exchange; valid until the next one. A plain struct, for kernels.
+struct received {
+  void* x = nullptr;                            ///< [rows][hidden]
+  float* scales = nullptr;                      ///< [rows][hidden / 128] for fp8
+  std::int32_t* experts = nullptr;              ///< [rows][top_k]: index among this rank's, or -1
+  float* weights = nullptr;                     ///< [rows][top_k]: 0 where experts is -1
+  std::int32_t* tokens = nullptr;               ///< [rows]: index at the source
+  const std::int32_t* rows = nullptr;           ///< 1: how many
+  const std::int32_t* source_end = nullptr;     ///< [ranks]: end of each source's rows
+  const std::int32_t* expert_tokens = nullptr;  ///< [local experts]: rows that chose it
+  std::size_t capacity = 0;                     ///< rows that there is room for
+};
+
+/// Counts of a dispatch on the CPU.
+struct row_counts {
+  std::size_t rows = 0;
+  std::vector<std::size_t> by_source;  ///< [ranks]
+  std::vector<std::size_t> by_expert;  ///< [local experts]
+  std::size_t spilled = 0;             ///< rows beyond device_rows
+};
+
+class exchange;
+
+/// Where the tokens of one dispatch went: combine needs it, and a dispatch of other contents with
+/// the same routing. Memory of the heap, made by exchange::make_plan(); may not outlive the
+/// exchange.
+class plan {
+ public:
+  plan(plan&&) noexcept;
+  plan& operator=(plan&&) noexcept;
+  ~plan();
+  /// Tokens of this rank in it.
+  std::size_t tokens() const noexcept;
+
+ private:
+  friend class exchange;
+  struct state;
+  explicit plan(std::unique_ptr<state> made);
+  std::unique_ptr<state> state_;
+};
+
+/// Expert-parallel dispatch and combine among the ranks of a node, over loads and stores.
+///
+/// Memory: buffers of a symmetric heap, sized for the worst case, of which `device_rows` lie on the
+///   device. Outputs lie where the user's kernels read them: nothing is copied out.
+/// Threads: one at a time; the calls are collective: the same on every rank, in the same order.
+/// Streams: all work is enqueued on the stream of the call; nothing waits on the CPU but what says
+///   so. A rank's received rows may be overwritten once its next dispatch begins on its stream, its
+///   combine buffer once the combine is over: let other streams that use them be waited for by it.
+///   Before it is destroyed the streams of its calls must be past them, on every rank.
+/// Errors: what the CPU can see is an invalid_argument before anything is enqueued. A peer that
+/// does
+///   not come within `timeout` is left out; check() says so.
+class exchange {
+ public:
+  /// Collective: takes its buffers from the heap, which must outlive it. Throws invalid_argument
+  /// for options that cannot be, unsupported when ranks are on several nodes, out_of_memory.
+  exchange(symmetric_heap& heap, const exchange_options& options);
+  ~exchange();
+  exchange(const exchange&) = delete;
+  exchange& operator=(const exchange&) = delete;
+
+  /// Collective.
+  plan make_plan();
+
+  /// Sends each token to the ranks of its experts, once each, and fills `to` with where it went.
+  /// Throws invalid_argument for more than max_tokens, before anything is sent.
+  received dispatch(const tokens& from, plan& to, native_stream stream);
+  /// Sends other rows by the same routing: experts, weights and counts stay as they were sent.
+  received dispatch_again(const tokens& from, const plan& by, native_stream stream);
+
+  /// Where the user writes, for each received row, what its experts made of it, weights applied:
+  /// bf16 [capacity][hidden].
+  void* combine_buffer() const;
+  /// Sums, for each token of the plan, the rows of all ranks that it went to, in FP32 and in the
+  /// order of ranks, so that runs are equal bit for bit. `out` and `bias` (or null) are bf16
+  /// [tokens][hidden] on the device. Every rank's combine buffer must be written by work before it
+  /// on its stream.
+  void combine(const plan& by, void* out, const void* bias, native_stream stream);
+
+  /// Blocks until the counts of the last dispatch are known, which is before its rows have arrived.
+  row_counts counts();
+  /// Throws peer_error naming the ranks for which a kernel has waited in vain so far, and
+  /// invalid_argument when a token chose an expert that there is not.
+  void check();
+
+  const exchange_options& options() const noexcept;
+  /// Most rows that a rank can receive.
+  std::size_t capacity() const noexcept;
+
+ private:
+  struct state;
+  std::unique_ptr<state> state_;
+};
+
+}  // namespace ep
+}  // namespace evmm

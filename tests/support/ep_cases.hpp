@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "tests/support/symmetric_cases.hpp"
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+// What ep::exchange promises, as cases that every rank runs side by side; see symmetric_cases.hpp.
+
+namespace evmm::test {
+
+const std::vector<symmetric_case>& ep_cases();
+
+/// `count` exchanges of random shape, routing and contents, each verified, with streams that each
+/// rank delays in its own way.
+void run_random_exchanges(const rank_context& at, std::size_t count, std::uint64_t seed);
+
+}  // namespace evmm::test
