@@ -2,7 +2,7 @@
 // What a collective change costs beside the driver calls that it makes, and beside taking the
 // buffer down and building a larger one. Run under mpirun; every rank runs the same cases, rank 0
 // reports the slowest rank.
-#include "tests/bench/bench_support.hpp"
+#include "tests/bench/job_support.hpp"
 #include "tests/support/fault_driver.hpp"
 
 #include <evmm/comm/bootstrap.hpp>
@@ -10,12 +10,9 @@
 #include <evmm/comm/symmetric_region.hpp>
 #include <evmm/units.hpp>
 
-#include <algorithm>
-#include <cstdio>
 #include <memory>
 #include <optional>
 #include <string>
-#include <string_view>
 
 namespace evmm::bench {
 namespace {
@@ -24,24 +21,24 @@ using namespace evmm::units;
 
 constexpr int k_rounds = 5;
 
-struct job {
+/// A job whose driver tells the time in driver calls; nothing fails.
+struct timed_job {
   std::shared_ptr<bootstrap> ranks;
-  std::shared_ptr<test::fault_driver> on;  ///< nothing fails; it tells the time in driver calls
+  std::shared_ptr<test::fault_driver> on;
   device_id device{0};
 
+  explicit timed_job(const job& at)
+      : ranks(at.ranks), on(test::fault_driver::make(at.on)), device(at.device) {}
   symmetric_region make(std::size_t reserve) const {
     return {ranks, on, {.device = device, .reserve = reserve, .cache_limit = 0}};
   }
-  double slowest(double seconds) const {
-    const auto all = ranks->all_gather_value(seconds, "bench: slowest");
-    return *std::max_element(all.begin(), all.end());
-  }
+  double slowest(double mine) const { return job{ranks, on, device}.slowest(mine); }
 };
 
 /// Times `change` on all ranks together: the slowest rank's time, and the most that any rank spent
 /// inside driver calls.
 template <class Change, class Undo>
-void measure(benchmark::State& state, const job& at, std::size_t bytes, Change&& change,
+void measure(benchmark::State& state, const timed_job& at, std::size_t bytes, Change&& change,
              Undo&& undo) {
   double total = 0;
   double in_driver = 0;
@@ -61,7 +58,7 @@ void measure(benchmark::State& state, const job& at, std::size_t bytes, Change&&
   state.counters["over_driver"] = total / in_driver;
 }
 
-void grow(benchmark::State& state, const job& at, tier kind, std::size_t bytes) {
+void grow(benchmark::State& state, const timed_job& at, tier kind, std::size_t bytes) {
   auto region = at.make(2 * bytes);
   region.grow(kind, 2_MiB);  // the first use of the host tier chooses its node
   measure(
@@ -69,7 +66,7 @@ void grow(benchmark::State& state, const job& at, tier kind, std::size_t bytes) 
   region.close();
 }
 
-void migrate(benchmark::State& state, const job& at, std::size_t bytes) {
+void migrate(benchmark::State& state, const timed_job& at, std::size_t bytes) {
   symmetric_region region(at.ranks, at.on,
                           {.device = at.device, .reserve = bytes, .cache_limit = bytes});
   region.grow(tier::device, bytes);
@@ -83,7 +80,7 @@ void migrate(benchmark::State& state, const job& at, std::size_t bytes) {
 
 /// From `bytes` to twice that by closing the region and making a new one: contents are lost, and
 /// every pointer changes. What programs do whose buffers cannot grow.
-void rebuild(benchmark::State& state, const job& at, tier kind, std::size_t bytes) {
+void rebuild(benchmark::State& state, const timed_job& at, tier kind, std::size_t bytes) {
   std::optional<symmetric_region> region(at.make(2 * bytes));
   region->grow(kind, bytes);
   measure(
@@ -102,7 +99,7 @@ void rebuild(benchmark::State& state, const job& at, tier kind, std::size_t byte
 }
 
 /// 16 segments become one.
-void compact(benchmark::State& state, const job& at, std::size_t bytes) {
+void compact(benchmark::State& state, const timed_job& at, std::size_t bytes) {
   auto region = at.make(2 * bytes);
   const auto build = [&] {
     for (int i = 0; i < 16; ++i) region.grow(tier::device, bytes / 16);
@@ -119,7 +116,7 @@ void compact(benchmark::State& state, const job& at, std::size_t bytes) {
 
 /// A block of the heap is freed and allocated again, on its stream or on two streams in turn, which
 /// then wait for each other.
-void heap_pair(benchmark::State& state, const job& at, bool two_streams) {
+void heap_pair(benchmark::State& state, const timed_job& at, bool two_streams) {
   symmetric_heap heap(at.make(1_GiB));
   const native_stream streams[] = {at.on->create_stream(at.device),
                                    at.on->create_stream(at.device)};
@@ -134,39 +131,27 @@ void heap_pair(benchmark::State& state, const job& at, bool two_streams) {
   for (const native_stream stream : streams) at.on->destroy_stream(stream);
 }
 
-void add_cases(const job& at) {
+void add_cases(const job& given) {
+  const timed_job at(given);
   const auto add_case = [&](const std::string& name, std::initializer_list<std::size_t> sizes,
                             auto body) {
     for (const std::size_t bytes : sizes) {
-      benchmark::RegisterBenchmark(name.c_str(),
-                                   [=](benchmark::State& state) {
-                                     try {
-                                       body(state, at, bytes);
-                                     } catch (const error& failure) {  // the same on every rank
-                                       state.SkipWithError(failure.what());
-                                     }
-                                   })
-          ->ArgName("bytes")
-          ->Arg(static_cast<std::int64_t>(bytes))
-          ->Iterations(k_rounds)  // the same on every rank
-          ->UseManualTime()
-          ->Unit(benchmark::kMicrosecond);
+      add_job_case(name + "/bytes:" + std::to_string(bytes), k_rounds,
+                   [=](benchmark::State& state) { body(state, at, bytes); });
     }
   };
   for (const tier kind : {tier::device, tier::host}) {
     const std::string suffix = "/" + to_string(kind);
     add_case("symmetric/grow" + suffix, {64_MiB, 1_GiB},
-             [kind](auto& state, const job& job_at, std::size_t bytes) {
+             [kind](auto& state, const timed_job& job_at, std::size_t bytes) {
                grow(state, job_at, kind, bytes);
              });
     add_case("symmetric/rebuild" + suffix, {64_MiB, 1_GiB},
-             [kind](auto& state, const job& job_at, std::size_t bytes) {
+             [kind](auto& state, const timed_job& job_at, std::size_t bytes) {
                rebuild(state, job_at, kind, bytes);
              });
   }
-  add_case("symmetric/migrate", {64_MiB}, [](auto& state, const job& job_at, std::size_t bytes) {
-    migrate(state, job_at, bytes);
-  });
+  add_case("symmetric/migrate", {64_MiB}, migrate);
   add_case("symmetric/compact", {1_GiB}, compact);
   for (const bool two_streams : {false, true}) {
     benchmark::RegisterBenchmark(
@@ -177,49 +162,9 @@ void add_cases(const job& at) {
   }
 }
 
-/// Ranks other than 0 run the cases and say nothing.
-class silent : public benchmark::BenchmarkReporter {
- public:
-  bool ReportContext(const Context&) override { return true; }
-  void ReportRuns(const std::vector<Run>&) override {}
-};
-
-int run_job(int argc, char** argv) {
-  const auto ranks = make_mpi_bootstrap();
-  const machine here = find_machine();
-  const job at{.ranks = ranks,
-               .on = test::fault_driver::make(here.on),
-               .device = {ranks->node_rank() % here.on->device_count()}};
-  if (ranks->rank() != rank_id{0}) {  // one rank writes the file
-    argc = static_cast<int>(std::remove_if(argv, argv + argc,
-                                           [](const char* argument) {
-                                             return std::string_view(argument).starts_with(
-                                                 "--benchmark_out");
-                                           }) -
-                            argv);
-  }
-  benchmark::Initialize(&argc, argv);
-  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 2;
-  benchmark::AddCustomContext("ranks", std::to_string(ranks->size()));
-  benchmark::AddCustomContext("device", here.device.name);
-  add_cases(at);
-  if (ranks->rank() == rank_id{0}) {
-    benchmark::RunSpecifiedBenchmarks();
-  } else {
-    silent nobody;
-    benchmark::RunSpecifiedBenchmarks(&nobody);
-  }
-  return 0;
-}
-
 }  // namespace
 }  // namespace evmm::bench
 
 int main(int argc, char** argv) {
-  try {
-    return evmm::bench::run_job(argc, argv);
-  } catch (const std::exception& failure) {
-    std::fprintf(stderr, "%s\n", failure.what());
-    return 1;
-  }
+  return evmm::bench::run_job(argc, argv, evmm::bench::add_cases);
 }

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/bench/job_support.hpp"
+
+#include <algorithm>
+#include <cstdio>
+#include <string_view>
+
+namespace evmm::bench {
+
+namespace {
+
+/// Ranks other than 0 run the cases and say nothing.
+class silent : public benchmark::BenchmarkReporter {
+ public:
+  bool ReportContext(const Context&) override { return true; }
+  void ReportRuns(const std::vector<Run>&) override {}
+};
+
+}  // namespace
+
+double job::slowest(double mine) const {
+  const auto all = ranks->all_gather_value(mine, "bench: slowest");
+  return *std::max_element(all.begin(), all.end());
+}
+
+int run_job(int argc, char** argv, void (*add)(const job& at)) {
+  try {
+    const auto ranks = make_mpi_bootstrap();
+    const machine here = find_machine();
+    const job at{
+        .ranks = ranks, .on = here.on, .device = {ranks->node_rank() % here.on->device_count()}};
+    if (ranks->rank() != rank_id{0}) {  // one rank writes the file
+      argc = static_cast<int>(std::remove_if(argv, argv + argc,
+                                             [](const char* argument) {
+                                               return std::string_view(argument).starts_with(
+                                                   "--benchmark_out");
+                                             }) -
+                              argv);
+    }
+    benchmark::Initialize(&argc, argv);
+    if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 2;
+    benchmark::AddCustomContext("ranks", std::to_string(ranks->size()));
+    benchmark::AddCustomContext("device", here.device.name);
+    add(at);
+    if (ranks->rank() == rank_id{0}) {
+      benchmark::RunSpecifiedBenchmarks();
+    } else {
+      silent nobody;
+      benchmark::RunSpecifiedBenchmarks(&nobody);
+    }
+    return 0;
+  } catch (const std::exception& failure) {
+    std::fprintf(stderr, "%s\n", failure.what());
+    return 1;
+  }
+}
+
+}  // namespace evmm::bench
