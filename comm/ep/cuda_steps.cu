@@ -19,6 +19,9 @@ void check(cudaError_t code, const char* call) {
   throw driver_error(std::string(call) + ": " + cudaGetErrorString(code), {}, code);
 }
 
+/// Room for what the kernels declare themselves.
+constexpr std::size_t k_static_shared = 1024;
+
 class cuda_steps final : public ep_steps {
  public:
   cuda_steps(device_id device, int sms) : device_(device.value), sms_(sms) {
@@ -38,11 +41,12 @@ class cuda_steps final : public ep_steps {
                             std::to_string(major) + ") cannot",
                         "use a GPU of compute capability 9.0 or later");
     }
-    shared_ = static_cast<std::size_t>(shared);
+    shared_ = static_cast<std::size_t>(shared) - k_static_shared;
     sms_ = std::min(sms_, all);
     for (const void* kernel : {reinterpret_cast<const void*>(&send_kernel),
                                reinterpret_cast<const void*>(&combine_kernel)}) {
-      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
+      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 static_cast<int>(shared_)),
             "cudaFuncSetAttribute");
     }
     check(cudaMalloc(&blocks_done_, sizeof(unsigned)), "cudaMalloc");
@@ -71,7 +75,7 @@ class cuda_steps final : public ep_steps {
     check(cudaSetDevice(device_), "cudaSetDevice");
     const std::size_t stage = send_stage_bytes(shape);
     const auto warps = static_cast<unsigned>(
-        std::clamp<std::size_t>((shared_ - 1024) / (stage + sizeof(std::uint64_t)), 1, 16));
+        std::clamp<std::size_t>(shared_ / (stage + sizeof(std::uint64_t)), 1, 16));
     send_kernel<<<sms_, warps * 32, warps*(stage + sizeof(std::uint64_t)), stream>>>(
         shape, from, by, totals, round, blocks_done_);
     check(cudaGetLastError(), "send_kernel");
@@ -84,8 +88,7 @@ class cuda_steps final : public ep_steps {
         k_combine_stages * (static_cast<std::size_t>(shape.ranks) *
                                 static_cast<std::size_t>(chunk) * sizeof(__nv_bfloat16) +
                             sizeof(std::uint64_t));
-    const auto warps =
-        static_cast<unsigned>(std::clamp<std::size_t>((shared_ - 1024) / a_warp, 1, 16));
+    const auto warps = static_cast<unsigned>(std::clamp<std::size_t>(shared_ / a_warp, 1, 16));
     combine_kernel<<<sms_, warps * 32, warps * a_warp, stream>>>(
         shape, count, chunk, by, static_cast<__nv_bfloat16*>(out),
         static_cast<const __nv_bfloat16*>(bias), totals, round, blocks_done_);
