@@ -73,11 +73,10 @@ class cuda_steps final : public ep_steps {
   void send(const ep_shape& shape, const token_arrays& from, const plan_arrays& by,
             const ep_totals& totals, std::uint64_t round, native_stream stream) override {
     check(cudaSetDevice(device_), "cudaSetDevice");
-    const std::size_t stage = send_stage_bytes(shape);
-    const auto warps = static_cast<unsigned>(
-        std::clamp<std::size_t>(shared_ / (stage + sizeof(std::uint64_t)), 1, 16));
-    send_kernel<<<sms_, warps * 32, warps*(stage + sizeof(std::uint64_t)), stream>>>(
-        shape, from, by, totals, round, blocks_done_);
+    const std::size_t a_warp = shape.row_bytes + sizeof(std::uint64_t);
+    const auto warps = static_cast<unsigned>(std::clamp<std::size_t>(shared_ / a_warp, 1, 16));
+    send_kernel<<<sms_, warps * 32, warps * a_warp, stream>>>(shape, from, by, totals, round,
+                                                              blocks_done_);
     check(cudaGetLastError(), "send_kernel");
   }
   void combine(const ep_shape& shape, int count, const plan_arrays& by, void* out, const void* bias,

@@ -14,6 +14,7 @@
 namespace evmm::ep {
 
 constexpr int k_plan_warps = 32;
+constexpr int k_lane_scales = 8;  ///< of a row, in each lane of a warp
 constexpr unsigned k_whole_warp = 0xffffffffu;
 
 // --- meeting the peers ---------------------------------------------------------------------------
@@ -202,27 +203,19 @@ __global__ void __launch_bounds__(k_plan_warps * 32)
 
 // --- send ----------------------------------------------------------------------------------------
 
-/// Shared memory of a warp: one row and its scales.
-inline std::size_t send_stage_bytes(const ep_shape& shape) {
-  return shape.row_bytes + (shape.scale_bytes + 127) / 128 * 128;
-}
-
-/// Each warp takes token after token: into shared memory once, and from there to every rank that it
-/// goes to, while its lanes store what belongs to the row.
+/// Each warp takes token after token: its row into shared memory once, and from there to every rank
+/// that it goes to, while its lanes store what belongs to the row.
 __global__ void __launch_bounds__(16 * 32)
     send_kernel(const __grid_constant__ ep_shape shape, const __grid_constant__ token_arrays from,
                 const __grid_constant__ plan_arrays by, const __grid_constant__ ep_totals totals,
                 std::uint64_t round, unsigned* blocks_done) {
-  extern __shared__ __align__(128) char stages[];
+  extern __shared__ __align__(128) char stages[];  // a row for each warp, then their barriers
   const int warps = static_cast<int>(blockDim.x / 32);
   const int warp = static_cast<int>(threadIdx.x / 32);
   const int lane = static_cast<int>(threadIdx.x % 32);
-  const std::uint32_t scales_room = (shape.scale_bytes + 127) / 128 * 128;
-  const std::uint32_t stage_bytes = shape.row_bytes + scales_room;
-  char* const row_stage = stages + static_cast<std::size_t>(warp) * stage_bytes;
-  char* const scale_stage = row_stage + shape.row_bytes;
+  char* const stage = stages + static_cast<std::size_t>(warp) * shape.row_bytes;
   auto* const loaded =
-      reinterpret_cast<std::uint64_t*>(stages + static_cast<std::size_t>(warps) * stage_bytes) +
+      reinterpret_cast<std::uint64_t*>(stages + static_cast<std::size_t>(warps) * shape.row_bytes) +
       warp;
   if (lane == 0) {
     barrier_init(loaded);
@@ -238,17 +231,19 @@ __global__ void __launch_bounds__(16 * 32)
     const auto token = static_cast<std::size_t>(t);
     if (lane == 0) {
       bulk_wait_read();
-      barrier_expect(loaded, shape.row_bytes + shape.scale_bytes);
-      bulk_load(row_stage, from.x + token * shape.row_bytes, shape.row_bytes, loaded);
-      if (shape.scale_bytes > 0) {
-        bulk_load(scale_stage, from.scales + token * shape.scale_bytes, shape.scale_bytes, loaded);
-      }
+      barrier_expect(loaded, shape.row_bytes);
+      bulk_load(stage, from.x + token * shape.row_bytes, shape.row_bytes, loaded);
     }
     std::int64_t expert = -1;
     float weight = 1;
     if (from.ids != nullptr && lane < shape.top_k) {
       expert = from.ids[token * shape.top_k + lane];
       if (from.weights != nullptr) weight = from.weights[token * shape.top_k + lane];
+    }
+    float scales[k_lane_scales];
+    for (int i = 0; i < k_lane_scales; ++i) {
+      const int s = lane + 32 * i;
+      if (s < shape.scale_count) scales[i] = from.scales[token * shape.scale_count + s];
     }
     if (lane == 0) barrier_wait(loaded, phase);
     phase ^= 1;
@@ -258,10 +253,12 @@ __global__ void __launch_bounds__(16 * 32)
       if ((mask >> r & 1) == 0) continue;
       const auto row = static_cast<std::size_t>(by.first[r] + by.places[token * shape.ranks + r]);
       if (lane == 0) {
-        bulk_store(shape.at<char>(r, shape.x) + row * shape.row_bytes, row_stage, shape.row_bytes);
-        if (shape.scale_bytes > 0) {
-          bulk_store(shape.at<char>(r, shape.scales) + row * shape.scale_bytes, scale_stage,
-                     shape.scale_bytes);
+        bulk_store(shape.at<char>(r, shape.x) + row * shape.row_bytes, stage, shape.row_bytes);
+      }
+      for (int k = 0; k < k_lane_scales; ++k) {
+        const int s = lane + 32 * k;
+        if (s < shape.scale_count) {
+          shape.at<float>(r, shape.scales)[row * shape.scale_count + s] = scales[k];
         }
       }
       if (from.ids == nullptr) continue;

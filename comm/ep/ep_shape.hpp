@@ -31,8 +31,8 @@ struct ep_shape {
   int local_experts = 0;
   int top_k = 0;
   int hidden = 0;
-  std::uint32_t row_bytes = 0;    ///< of dispatched rows
-  std::uint32_t scale_bytes = 0;  ///< of a row's scales; 0 for bf16
+  std::uint32_t row_bytes = 0;  ///< of dispatched rows
+  int scale_count = 0;          ///< of a row's scales; 0 for bf16
   std::uint64_t timeout_ns = 0;
 
   std::uint64_t flags = 0;   ///< u64 [flag_kinds][ranks]
@@ -80,7 +80,7 @@ struct ep_totals {
 /// One rank's tokens; see ep::tokens.
 struct token_arrays {
   const char* x = nullptr;
-  const char* scales = nullptr;
+  const float* scales = nullptr;
   const std::int64_t* ids = nullptr;
   const float* weights = nullptr;
   int count = 0;

@@ -4,6 +4,7 @@
 #include "comm/ep/bf16.hpp"
 #include "comm/ep/ep_steps.hpp"
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <vector>
@@ -110,6 +111,7 @@ class host_steps final : public ep_steps {
 
   static void run_send(const ep_shape& shape, const token_arrays& from, const plan_arrays& by,
                        const ep_totals& totals, std::uint64_t round) {
+    const auto scale_count = static_cast<std::size_t>(shape.scale_count);
     for (int t = 0; t < from.count; ++t) {
       for (int r = 0; r < shape.ranks; ++r) {
         if ((by.masks[t] >> r & 1) == 0) continue;
@@ -117,10 +119,8 @@ class host_steps final : public ep_steps {
         const auto token = static_cast<std::size_t>(t);
         std::memcpy(shape.at<char>(r, shape.x) + row * shape.row_bytes,
                     from.x + token * shape.row_bytes, shape.row_bytes);
-        if (shape.scale_bytes > 0) {
-          std::memcpy(shape.at<char>(r, shape.scales) + row * shape.scale_bytes,
-                      from.scales + token * shape.scale_bytes, shape.scale_bytes);
-        }
+        std::copy_n(from.scales + token * scale_count, scale_count,
+                    shape.at<float>(r, shape.scales) + row * scale_count);
         if (from.ids == nullptr) continue;
         shape.at<std::int32_t>(r, shape.tokens)[row] = t;
         for (int k = 0; k < shape.top_k; ++k) {

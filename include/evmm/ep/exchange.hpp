@@ -42,8 +42,8 @@ struct exchange_options {
 
 /// The tokens of one rank, in memory of its device, row after row.
 struct tokens {
-  const void* x = nullptr;        ///< [count][hidden], aligned to 16
-  const float* scales = nullptr;  ///< [count][hidden / 128] for fp8, aligned to 16; else null
+  const void* x = nullptr;                 ///< [count][hidden], aligned to 16
+  const float* scales = nullptr;           ///< [count][hidden / 128] for fp8
   const std::int64_t* topk_ids = nullptr;  ///< [count][top_k]; -1 chooses nobody
   const float* topk_weights = nullptr;     ///< [count][top_k]; null for all 1
   std::size_t count = 0;
