@@ -24,7 +24,7 @@ constexpr std::size_t k_static_shared = 1024;
 
 class cuda_steps final : public ep_steps {
  public:
-  cuda_steps(device_id device, int sms) : device_(device.value), sms_(sms) {
+  explicit cuda_steps(device_id device, int sms) : device_(device.value) {
     check(cudaSetDevice(device_), "cudaSetDevice");
     int shared = 0;
     int all = 0;
@@ -42,63 +42,70 @@ class cuda_steps final : public ep_steps {
                         "use a GPU of compute capability 9.0 or later");
     }
     shared_ = static_cast<std::size_t>(shared) - k_static_shared;
-    sms_ = std::min(sms_, all);
+    if (sms > all) {
+      throw invalid_argument("sms is " + std::to_string(sms) + ": DEVICE " +
+                             std::to_string(device_) + " has " + std::to_string(all));
+    }
     for (const void* kernel : {reinterpret_cast<const void*>(&send_kernel),
-                               reinterpret_cast<const void*>(&combine_kernel)}) {
+                               reinterpret_cast<const void*>(&combine_kernel),
+                               reinterpret_cast<const void*>(&plan_kernel)}) {
       check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  static_cast<int>(shared_)),
             "cudaFuncSetAttribute");
     }
-    check(cudaMalloc(&blocks_done_, sizeof(unsigned)), "cudaMalloc");
-    check(cudaMemset(blocks_done_, 0, sizeof(unsigned)), "cudaMemset");
-    check(cudaDeviceSynchronize(), "cudaMemset");
+    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   }
-  ~cuda_steps() override { (void)cudaFree(blocks_done_); }
 
   void plan(const ep_shape& shape, const token_arrays& from, const plan_arrays& to,
             const ep_totals& totals, std::uint64_t round, native_stream stream) override {
     check(cudaSetDevice(device_), "cudaSetDevice");
-    const std::size_t words = static_cast<std::size_t>(shape.ranks) *
-                              static_cast<std::size_t>(k_plan_warps + 2 + shape.local_experts);
-    plan_kernel<<<1, k_plan_warps * 32, words * sizeof(std::int32_t), stream>>>(shape, from, to,
-                                                                                totals, round);
+    const plan_shared room(shape, from.count, shared_);
+    plan_kernel<<<1, k_plan_warps * 32, room.bytes, stream>>>(shape, from, to, totals, round,
+                                                              room.masks);
     check(cudaGetLastError(), "plan_kernel");
   }
-  void meet(const ep_shape& shape, const ep_totals& totals, std::uint64_t round,
+  void send(const ep_shape& shape, const token_arrays& from, const plan_arrays& by,
+            const ep_totals& totals, const send_rounds& rounds, bool met,
             native_stream stream) override {
     check(cudaSetDevice(device_), "cudaSetDevice");
-    meet_kernel<<<1, ep_shape::most_ranks, 0, stream>>>(shape, totals, round);
-    check(cudaGetLastError(), "meet_kernel");
-  }
-  void send(const ep_shape& shape, const token_arrays& from, const plan_arrays& by,
-            const ep_totals& totals, std::uint64_t round, native_stream stream) override {
-    check(cudaSetDevice(device_), "cudaSetDevice");
     const std::size_t a_warp = shape.row_bytes + sizeof(std::uint64_t);
-    const auto warps = static_cast<unsigned>(std::clamp<std::size_t>(shared_ / a_warp, 1, 16));
-    send_kernel<<<sms_, warps * 32, warps * a_warp, stream>>>(shape, from, by, totals, round,
-                                                              blocks_done_);
-    check(cudaGetLastError(), "send_kernel");
+    const auto warps =
+        static_cast<unsigned>(std::clamp<std::size_t>(shared_ / a_warp, 1, k_send_warps));
+    cudaLaunchConfig_t config{};
+    config.gridDim = static_cast<unsigned>(shape.blocks);
+    config.blockDim = warps * 32;
+    config.dynamicSmemBytes = warps * a_warp;
+    config.stream = stream;
+    // It starts while the plan is still made, and waits for it where it needs it.
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &early;
+    config.numAttrs = met ? 1 : 0;
+    check(cudaLaunchKernelEx(&config, send_kernel, shape, from, by, totals, rounds.counts,
+                             rounds.rows, met),
+          "send_kernel");
   }
   void combine(const ep_shape& shape, int count, const plan_arrays& by, void* out, const void* bias,
                const ep_totals& totals, std::uint64_t round, native_stream stream) override {
     check(cudaSetDevice(device_), "cudaSetDevice");
     const int chunk = combine_chunk(shape);
-    const std::size_t a_warp =
-        k_combine_stages * (static_cast<std::size_t>(shape.ranks) *
-                                static_cast<std::size_t>(chunk) * sizeof(__nv_bfloat16) +
-                            sizeof(std::uint64_t));
-    const auto warps = static_cast<unsigned>(std::clamp<std::size_t>(shared_ / a_warp, 1, 16));
-    combine_kernel<<<sms_, warps * 32, warps * a_warp, stream>>>(
-        shape, count, chunk, by, static_cast<__nv_bfloat16*>(out),
-        static_cast<const __nv_bfloat16*>(bias), totals, round, blocks_done_);
+    const std::size_t stage = static_cast<std::size_t>(shape.ranks) *
+                                  static_cast<std::size_t>(chunk) * sizeof(__nv_bfloat16) +
+                              sizeof(std::uint64_t);
+    const std::size_t fit = shared_ / stage;
+    const std::size_t stages = std::clamp<std::size_t>(fit / k_combine_warps, 2, k_most_stages);
+    const auto warps =
+        static_cast<unsigned>(std::clamp<std::size_t>(fit / stages, 1, k_combine_warps));
+    combine_kernel<<<shape.blocks, warps * 32, warps * stages * stage, stream>>>(
+        shape, count, chunk, static_cast<int>(stages), by, static_cast<__nv_bfloat16*>(out),
+        static_cast<const __nv_bfloat16*>(bias), totals, round);
     check(cudaGetLastError(), "combine_kernel");
   }
 
  private:
   int device_;
-  int sms_;
   std::size_t shared_ = 0;
-  unsigned* blocks_done_ = nullptr;  ///< of the running kernel; 0 between kernels
 };
 
 }  // namespace

@@ -27,11 +27,10 @@ __device__ __forceinline__ std::uint64_t nanoseconds_now() {
 
 /// Thread r of the first `ranks` tells rank r. What the calling threads wrote before, and what they
 /// have seen of others, is visible to whoever sees the flag.
-__device__ __forceinline__ void tell_peers(const ep_shape& shape, flag_kind kind,
-                                           std::uint64_t round) {
+__device__ __forceinline__ void tell_peers(const ep_shape& shape, flag_kind kind) {
   if (threadIdx.x < static_cast<unsigned>(shape.ranks)) {
     __threadfence_system();
-    signal(shape.flag(static_cast<int>(threadIdx.x), kind, shape.rank), round);
+    signal_add(shape.flag(static_cast<int>(threadIdx.x), kind, shape.rank), 1);
   }
 }
 
@@ -40,8 +39,9 @@ __device__ __forceinline__ void wait_for_peers(const ep_shape& shape, flag_kind 
                                                const ep_totals& totals, std::uint64_t round) {
   if (threadIdx.x < static_cast<unsigned>(shape.ranks)) {
     const std::uint64_t* flag = shape.flag(shape.rank, kind, static_cast<int>(threadIdx.x));
+    const std::uint64_t goal = shape.goal(kind, round);
     const std::uint64_t begin = nanoseconds_now();
-    while (read_signal(flag) < round) {
+    while (read_signal(flag) < goal) {
       if (nanoseconds_now() - begin > shape.timeout_ns) {
         atomicOr_system(reinterpret_cast<unsigned long long*>(totals.lost_on_host),
                         1ull << threadIdx.x);
@@ -51,74 +51,86 @@ __device__ __forceinline__ void wait_for_peers(const ep_shape& shape, flag_kind 
   }
 }
 
-/// Whether this block is the last of the grid to come here; all that the others wrote before is
-/// then visible to it.
-__device__ __forceinline__ bool last_block(unsigned* blocks_done) {
-  __shared__ bool last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence_system();
-    last = atomicAdd(blocks_done, 1u) == gridDim.x - 1;
-    if (last) {
-      *blocks_done = 0;  // for the next kernel
-      __threadfence_system();
-    }
-  }
-  __syncthreads();
-  return last;
-}
-
-/// The end of a kernel: the last block tells the peers that all blocks are done, and waits until
-/// they are.
+/// The end of a kernel: each block tells the peers that it is done, and the first one stays until
+/// theirs are.
 __device__ __forceinline__ void meet_at_the_end(const ep_shape& shape, flag_kind kind,
-                                                const ep_totals& totals, std::uint64_t round,
-                                                unsigned* blocks_done) {
-  if (!last_block(blocks_done)) return;
-  tell_peers(shape, kind, round);
-  wait_for_peers(shape, kind, totals, round);
+                                                const ep_totals& totals, std::uint64_t round) {
+  __syncthreads();
+  tell_peers(shape, kind);
+  if (blockIdx.x == 0) wait_for_peers(shape, kind, totals, round);
 }
 
-__global__ void meet_kernel(const __grid_constant__ ep_shape shape,
-                            const __grid_constant__ ep_totals totals, std::uint64_t round) {
-  tell_peers(shape, flag_kind::counts, round);
-  wait_for_peers(shape, flag_kind::counts, totals, round);
+/// The beginning: the first block tells the peers that this rank is there, each waits for theirs.
+__device__ __forceinline__ void meet_at_the_beginning(const ep_shape& shape, flag_kind kind,
+                                                      const ep_totals& totals,
+                                                      std::uint64_t round) {
+  if (blockIdx.x == 0) tell_peers(shape, kind);
+  wait_for_peers(shape, kind, totals, round);
+  __syncthreads();
 }
 
 // --- plan ----------------------------------------------------------------------------------------
+
+/// Shared memory of the plan's kernel.
+struct plan_shared {
+  std::size_t bytes = 0;
+  bool masks = false;  ///< whether there is room for the tokens' masks
+  plan_shared(const ep_shape& shape, int count, std::size_t most) {
+    bytes = static_cast<std::size_t>(shape.ranks) *
+            static_cast<std::size_t>(k_plan_warps + 1 + shape.local_experts) * sizeof(std::int32_t);
+    bytes = (bytes + 7) / 8 * 8;
+    const std::size_t wanted = static_cast<std::size_t>(count) * sizeof(std::uint64_t);
+    masks = bytes + wanted <= most;
+    if (masks) bytes += wanted;
+  }
+};
 
 /// One block. Each warp takes a stretch of the tokens for one rank: how many go there first, then,
 /// with the sums of the stretches before, the place of each.
 __global__ void __launch_bounds__(k_plan_warps * 32)
     plan_kernel(const __grid_constant__ ep_shape shape, const __grid_constant__ token_arrays from,
                 const __grid_constant__ plan_arrays to, const __grid_constant__ ep_totals totals,
-                std::uint64_t round) {
-  extern __shared__ std::int32_t words[];
+                std::uint64_t round, bool shared_masks) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  extern __shared__ __align__(8) std::int32_t words[];
   const int stretches = max(1, k_plan_warps / shape.ranks);
   std::int32_t* const stretch_rows = words;  // [ranks][stretches], at most ranks x k_plan_warps
   std::int32_t* const going = words + shape.ranks * k_plan_warps;  // [ranks]
   std::int32_t* const chosen = going + shape.ranks;                // [ranks][local experts]
+  const int experts = shape.ranks * shape.local_experts;
+  // Every token's mask is read once for each rank.
+  std::uint64_t* const masks =
+      shared_masks ? reinterpret_cast<std::uint64_t*>(
+                         words + (shape.ranks * (k_plan_warps + 1) + experts + 1) / 2 * 2)
+                   : to.masks;
   const int threads = k_plan_warps * 32;
   const int thread = static_cast<int>(threadIdx.x);
   const int warp = thread / 32;
   const int lane = thread % 32;
-  const int experts = shape.ranks * shape.local_experts;
   for (int e = thread; e < experts; e += threads) chosen[e] = 0;
   __syncthreads();
 
   for (int t = thread; t < from.count; t += threads) {
+    const std::int64_t* const ids = from.ids + static_cast<std::size_t>(t) * shape.top_k;
     std::uint64_t mask = 0;
-    for (int k = 0; k < shape.top_k; ++k) {
-      const std::int64_t expert = from.ids[static_cast<std::size_t>(t) * shape.top_k + k];
-      if (expert < 0) continue;
-      if (expert >= experts) {
-        signal(totals.wrong_on_host, static_cast<std::uint64_t>(expert) + 1);
-        continue;
+    for (int first = 0; first < shape.top_k; first += 8) {
+      std::int64_t some[8];
+#pragma unroll
+      for (int k = 0; k < 8; ++k) some[k] = first + k < shape.top_k ? ids[first + k] : -1;
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        if (some[k] < 0) continue;
+        if (some[k] >= experts) {
+          signal(totals.wrong_on_host, static_cast<std::uint64_t>(some[k]) + 1);
+          continue;
+        }
+        const int e = static_cast<int>(some[k]);
+        mask |= std::uint64_t{1} << (e / shape.local_experts);
+        atomicAdd(&chosen[e], 1);
       }
-      const int e = static_cast<int>(expert);
-      mask |= std::uint64_t{1} << (e / shape.local_experts);
-      atomicAdd(&chosen[e], 1);
     }
-    to.masks[t] = mask;
+    masks[t] = mask;
+    if (shared_masks) to.masks[t] = mask;
   }
   __syncthreads();
 
@@ -129,7 +141,7 @@ __global__ void __launch_bounds__(k_plan_warps * 32)
     const int begin = piece % stretches * length;
     const int end = min(from.count, begin + length);
     int rows = 0;
-    for (int t = begin + lane; t < end; t += 32) rows += static_cast<int>(to.masks[t] >> r & 1);
+    for (int t = begin + lane; t < end; t += 32) rows += static_cast<int>(masks[t] >> r & 1);
     rows = __reduce_add_sync(k_whole_warp, rows);
     if (lane == 0) stretch_rows[piece] = rows;
   }
@@ -153,9 +165,8 @@ __global__ void __launch_bounds__(k_plan_warps * 32)
     shape.count_message(r, shape.rank)[word] =
         word < shape.ranks ? going[word] : chosen[r * shape.local_experts + word - shape.ranks];
   }
-  __threadfence_system();
   __syncthreads();
-  tell_peers(shape, flag_kind::counts, round);
+  tell_peers(shape, flag_kind::counts);
 
   for (int piece = warp; piece < pieces; piece += k_plan_warps) {
     const int r = piece / stretches;
@@ -163,7 +174,7 @@ __global__ void __launch_bounds__(k_plan_warps * 32)
     const int end = min(from.count, begin + length);
     int before = stretch_rows[piece];
     for (int t = begin + lane; t - lane < end; t += 32) {
-      const bool goes = t < end && (to.masks[t] >> r & 1) != 0;
+      const bool goes = t < end && (masks[t] >> r & 1) != 0;
       const unsigned all = __ballot_sync(k_whole_warp, goes);
       if (t < end) {
         to.places[static_cast<std::size_t>(t) * shape.ranks + r] =
@@ -178,37 +189,48 @@ __global__ void __launch_bounds__(k_plan_warps * 32)
   const auto said = [&](int source, int word) {
     return __ldcg(shape.count_message(shape.rank, source) + word);
   };
-  const auto tell = [&](int word, std::int32_t value) {
-    totals.words[word] = value;
-    totals.on_host[word] = value;
-  };
   if (thread < shape.ranks) {
     int first = 0;
-    for (int s = 0; s < shape.rank; ++s) first += said(s, thread);
-    to.first[thread] = first;
     int end = 0;
-    for (int s = 0; s <= thread; ++s) end += said(s, shape.rank);
-    tell(1 + thread, end);
-    if (thread == shape.ranks - 1) tell(0, end);
+    for (int s = 0; s < shape.ranks; ++s) {
+      if (s < shape.rank) first += said(s, thread);
+      if (s <= thread) end += said(s, shape.rank);
+    }
+    to.first[thread] = first;
+    totals.words[1 + thread] = end;
+    if (thread == shape.ranks - 1) totals.words[0] = end;
   }
   for (int e = thread; e < shape.local_experts; e += threads) {
     int rows = 0;
     for (int s = 0; s < shape.ranks; ++s) rows += said(s, shape.ranks + e);
-    tell(1 + shape.ranks + e, rows);
+    totals.words[1 + shape.ranks + e] = rows;
   }
-  __threadfence_system();
+}
+
+/// One block writes the totals where the CPU reads them.
+__device__ __forceinline__ void tell_host(const ep_shape& shape, const ep_totals& totals,
+                                          std::uint64_t round) {
+  for (int i = static_cast<int>(threadIdx.x); i < 1 + shape.count_words();
+       i += static_cast<int>(blockDim.x)) {
+    totals.on_host[i] = totals.words[i];
+  }
   __syncthreads();
-  if (thread == 0) signal(totals.round_on_host, round);
+  if (threadIdx.x == 0) {
+    __threadfence_system();
+    signal(totals.round_on_host, round);
+  }
 }
 
 // --- send ----------------------------------------------------------------------------------------
 
+constexpr int k_send_warps = 30;  ///< of a block, at most
+
 /// Each warp takes token after token: its row into shared memory once, and from there to every rank
 /// that it goes to, while its lanes store what belongs to the row.
-__global__ void __launch_bounds__(16 * 32)
+__global__ void __launch_bounds__(k_send_warps * 32)
     send_kernel(const __grid_constant__ ep_shape shape, const __grid_constant__ token_arrays from,
                 const __grid_constant__ plan_arrays by, const __grid_constant__ ep_totals totals,
-                std::uint64_t round, unsigned* blocks_done) {
+                std::uint64_t counts_round, std::uint64_t round, bool met) {
   extern __shared__ __align__(128) char stages[];  // a row for each warp, then their barriers
   const int warps = static_cast<int>(blockDim.x / 32);
   const int warp = static_cast<int>(threadIdx.x / 32);
@@ -217,22 +239,31 @@ __global__ void __launch_bounds__(16 * 32)
   auto* const loaded =
       reinterpret_cast<std::uint64_t*>(stages + static_cast<std::size_t>(warps) * shape.row_bytes) +
       warp;
+  const auto load = [&](int t) {
+    barrier_expect(loaded, shape.row_bytes);
+    bulk_load(stage, from.x + static_cast<std::size_t>(t) * shape.row_bytes, shape.row_bytes,
+              loaded);
+  };
+  const int first = static_cast<int>(blockIdx.x) * warps + warp;
   if (lane == 0) {
     barrier_init(loaded);
     fence_bulk();
+    if (first < from.count) load(first);  // wherever it goes
   }
-  __syncwarp();
+  if (met) {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (blockIdx.x == gridDim.x - 1) tell_host(shape, totals, counts_round);
+  } else {
+    meet_at_the_beginning(shape, flag_kind::counts, totals, counts_round);
+  }
 
   std::uint32_t phase = 0;
-  for (int t = static_cast<int>(blockIdx.x) * warps + warp; t < from.count;
-       t += static_cast<int>(gridDim.x) * warps) {
+  for (int t = first; t < from.count; t += static_cast<int>(gridDim.x) * warps) {
     const std::uint64_t mask = by.masks[t];
-    if (mask == 0) continue;
     const auto token = static_cast<std::size_t>(t);
-    if (lane == 0) {
+    if (lane == 0 && t != first) {
       bulk_wait_read();
-      barrier_expect(loaded, shape.row_bytes);
-      bulk_load(stage, from.x + token * shape.row_bytes, shape.row_bytes, loaded);
+      load(t);
     }
     std::int64_t expert = -1;
     float weight = 1;
@@ -275,12 +306,13 @@ __global__ void __launch_bounds__(16 * 32)
   }
   if (lane == 0) bulk_wait_written();
   __threadfence_system();
-  meet_at_the_end(shape, flag_kind::rows, totals, round, blocks_done);
+  meet_at_the_end(shape, flag_kind::rows, totals, round);
 }
 
 // --- combine -------------------------------------------------------------------------------------
 
-constexpr int k_combine_stages = 2;  ///< one is loaded while the other is summed
+constexpr int k_combine_warps = 16;  ///< of a block, at most
+constexpr int k_most_stages = 6;     ///< of a warp: one is summed while the others are loaded
 
 /// Elements of a token that a warp sums at a time: the fewer, the more ranks there are, since a
 /// stage holds those of all.
@@ -293,37 +325,41 @@ struct alignas(16) bf16_piece {
   __nv_bfloat162 pairs[4];
 };
 
+__device__ __forceinline__ void add(float (&sum)[8], const bf16_piece& piece) {
+#pragma unroll
+  for (int p = 0; p < 4; ++p) {
+    const float2 pair = __bfloat1622float2(piece.pairs[p]);
+    sum[2 * p] += pair.x;
+    sum[2 * p + 1] += pair.y;
+  }
+}
+
 /// Each warp takes chunk after chunk: loads it from every rank that the token went to, sums in FP32
 /// and in the order of ranks, and stores the result.
-__global__ void __launch_bounds__(16 * 32)
-    combine_kernel(const __grid_constant__ ep_shape shape, int count, int chunk,
+__global__ void __launch_bounds__(k_combine_warps * 32)
+    combine_kernel(const __grid_constant__ ep_shape shape, int count, int chunk, int stages,
                    const __grid_constant__ plan_arrays by, __nv_bfloat16* out,
                    const __nv_bfloat16* bias, const __grid_constant__ ep_totals totals,
-                   std::uint64_t round, unsigned* blocks_done) {
-  extern __shared__ __align__(128) char stages[];
+                   std::uint64_t round) {
+  extern __shared__ __align__(128) char rows_loaded[];  // warps x stages, then their barriers
   const int warps = static_cast<int>(blockDim.x / 32);
   const int warp = static_cast<int>(threadIdx.x / 32);
   const int lane = static_cast<int>(threadIdx.x % 32);
   const std::uint32_t chunk_bytes = static_cast<std::uint32_t>(chunk) * sizeof(__nv_bfloat16);
   const std::uint32_t stage_bytes = static_cast<std::uint32_t>(shape.ranks) * chunk_bytes;
-  char* const mine = stages + static_cast<std::size_t>(warp) * k_combine_stages * stage_bytes;
-  auto* const loaded =
-      reinterpret_cast<std::uint64_t*>(stages + static_cast<std::size_t>(warps) * k_combine_stages *
-                                                    stage_bytes) +
-      warp * k_combine_stages;
+  char* const mine = rows_loaded + static_cast<std::size_t>(warp * stages) * stage_bytes;
+  auto* const loaded = reinterpret_cast<std::uint64_t*>(
+                           rows_loaded + static_cast<std::size_t>(warps * stages) * stage_bytes) +
+                       warp * stages;
   if (lane == 0) {
-    for (int s = 0; s < k_combine_stages; ++s) barrier_init(loaded + s);
+    for (int s = 0; s < stages; ++s) barrier_init(loaded + s);
     fence_bulk();
   }
-
-  if (blockIdx.x == 0) tell_peers(shape, flag_kind::ready, round);
-  wait_for_peers(shape, flag_kind::ready, totals, round);
-  __syncthreads();
+  meet_at_the_beginning(shape, flag_kind::ready, totals, round);
   fence_bulk();
 
   const int chunks = (shape.hidden + chunk - 1) / chunk;
   const int items = count * chunks;
-  const int first = static_cast<int>(blockIdx.x) * warps + warp;
   const int step = static_cast<int>(gridDim.x) * warps;
   const auto elements = [&](int item) { return min(chunk, shape.hidden - item % chunks * chunk); };
   const auto load = [&](int item, int stage) {
@@ -336,49 +372,39 @@ __global__ void __launch_bounds__(16 * 32)
       if ((mask >> r & 1) == 0) continue;
       const auto row = static_cast<std::size_t>(
           by.first[r] + by.places[static_cast<std::size_t>(t) * shape.ranks + r]);
-      bulk_load(mine + stage * stage_bytes + static_cast<std::uint32_t>(r) * chunk_bytes,
+      bulk_load(mine + static_cast<std::uint32_t>(stage) * stage_bytes +
+                    static_cast<std::uint32_t>(r) * chunk_bytes,
                 shape.at<__nv_bfloat16>(r, shape.y) + row * shape.hidden + item % chunks * chunk,
                 bytes, loaded + stage);
     }
   };
-  if (lane == 0 && first < items) load(first, 0);
+  int next = static_cast<int>(blockIdx.x) * warps + warp;  // the next that the first lane loads
+  int item = next;
+  if (lane == 0) {
+    for (int s = 0; s < stages - 1 && next < items; ++s, next += step) load(next, s);
+  }
   std::uint32_t phases = 0;  // a bit a stage
-  int stage = 0;
-  for (int item = first; item < items; item += step) {
-    const int other = stage ^ 1;
+  for (int stage = 0; item < items; item += step, stage = stage + 1 == stages ? 0 : stage + 1) {
     __syncwarp();  // all lanes have read what the next load overwrites
-    if (lane == 0) {
+    if (lane == 0 && next < items) {
       fence_bulk();
-      if (item + step < items) load(item + step, other);
+      load(next, stage == 0 ? stages - 1 : stage - 1);
     }
+    next += step;
     barrier_wait(loaded + stage, phases >> stage & 1);
     phases ^= 1u << stage;
     const std::uint64_t mask = by.masks[item / chunks];
-    const char* const rows = mine + stage * stage_bytes;
+    const char* const rows = mine + static_cast<std::uint32_t>(stage) * stage_bytes;
     const std::size_t begin =
         static_cast<std::size_t>(item / chunks) * shape.hidden + item % chunks * chunk;
     for (int i = lane * 8; i < elements(item); i += 32 * 8) {
       float sum[8] = {};
-      if (bias != nullptr) {
-        const auto piece = *reinterpret_cast<const bf16_piece*>(bias + begin + i);
-#pragma unroll
-        for (int p = 0; p < 4; ++p) {
-          const float2 pair = __bfloat1622float2(piece.pairs[p]);
-          sum[2 * p] = pair.x;
-          sum[2 * p + 1] = pair.y;
-        }
-      }
+      if (bias != nullptr) add(sum, *reinterpret_cast<const bf16_piece*>(bias + begin + i));
       for (int r = 0; r < shape.ranks; ++r) {
         if ((mask >> r & 1) == 0) continue;
-        const auto piece = *reinterpret_cast<const bf16_piece*>(
-            rows + static_cast<std::uint32_t>(r) * chunk_bytes +
-            static_cast<std::size_t>(i) * sizeof(__nv_bfloat16));
-#pragma unroll
-        for (int p = 0; p < 4; ++p) {
-          const float2 pair = __bfloat1622float2(piece.pairs[p]);
-          sum[2 * p] += pair.x;
-          sum[2 * p + 1] += pair.y;
-        }
+        add(sum, *reinterpret_cast<const bf16_piece*>(
+                     rows + static_cast<std::uint32_t>(r) * chunk_bytes +
+                     static_cast<std::size_t>(i) * sizeof(__nv_bfloat16)));
       }
       bf16_piece made;
 #pragma unroll
@@ -387,9 +413,8 @@ __global__ void __launch_bounds__(16 * 32)
       }
       *reinterpret_cast<bf16_piece*>(out + begin + i) = made;
     }
-    stage = other;
   }
-  meet_at_the_end(shape, flag_kind::finished, totals, round, blocks_done);
+  meet_at_the_end(shape, flag_kind::finished, totals, round);
 }
 
 }  // namespace evmm::ep

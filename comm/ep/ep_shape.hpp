@@ -11,12 +11,12 @@
 
 namespace evmm::ep {
 
-/// What a flag tells. Each kind has one 64-bit word a source rank, that counts rounds.
+/// What a flag tells. Each kind has one 64-bit word a source rank, which only grows.
 enum class flag_kind : int {
   counts,    ///< the source's counts are here, and its own receive buffer may be written
-  rows,      ///< all rows of the source have arrived
+  rows,      ///< rows of the source have arrived: counted by each of its blocks
   ready,     ///< the source's combine buffer may be read
-  finished,  ///< the source has read this rank's combine buffer
+  finished,  ///< the source has read this rank's combine buffer: counted by each of its blocks
 };
 constexpr int flag_kinds = 4;
 
@@ -33,6 +33,7 @@ struct ep_shape {
   int hidden = 0;
   std::uint32_t row_bytes = 0;  ///< of dispatched rows
   int scale_count = 0;          ///< of a row's scales; 0 for bf16
+  int blocks = 1;               ///< that do the work of a step, on every rank
   std::uint64_t timeout_ns = 0;
 
   std::uint64_t flags = 0;   ///< u64 [flag_kinds][ranks]
@@ -51,6 +52,11 @@ struct ep_shape {
   /// The word of `source` at `of_rank`.
   EVMM_HOST_DEVICE std::uint64_t* flag(int of_rank, flag_kind kind, int source) const {
     return at<std::uint64_t>(of_rank, flags) + static_cast<int>(kind) * ranks + source;
+  }
+  /// What a flag has counted when all of the source has come to the end of a round.
+  EVMM_HOST_DEVICE std::uint64_t goal(flag_kind kind, std::uint64_t round) const {
+    const bool each = kind == flag_kind::rows || kind == flag_kind::finished;
+    return each ? round * static_cast<std::uint64_t>(blocks) : round;
   }
   /// A source's message: rows that it sends to each rank, then how often it chose each expert of
   /// the receiver.

@@ -9,6 +9,12 @@
 
 namespace evmm::ep {
 
+/// Rounds of a send: that of the counts, and that of the rows.
+struct send_rounds {
+  std::uint64_t counts = 0;
+  std::uint64_t rows = 0;
+};
+
 /// The steps of an exchange, enqueued on a stream: kernels on a GPU, host functions on the host
 /// driver. A step of round n waits until all peers have come to theirs.
 class ep_steps {
@@ -19,13 +25,12 @@ class ep_steps {
   /// fills the plan and the totals.
   virtual void plan(const ep_shape& shape, const token_arrays& from, const plan_arrays& to,
                     const ep_totals& totals, std::uint64_t round, native_stream stream) = 0;
-  /// Only meets the peers, for a plan that is there.
-  virtual void meet(const ep_shape& shape, const ep_totals& totals, std::uint64_t round,
-                    native_stream stream) = 0;
   /// Stores rows (and, with ids, what belongs to them) into the peers' receive buffers, and waits
-  /// for theirs.
+  /// for theirs. `met`: plan() of this stream has met the peers in this round; else it is done
+  /// here.
   virtual void send(const ep_shape& shape, const token_arrays& from, const plan_arrays& by,
-                    const ep_totals& totals, std::uint64_t round, native_stream stream) = 0;
+                    const ep_totals& totals, const send_rounds& rounds, bool met,
+                    native_stream stream) = 0;
   /// Loads each token's rows from the peers' combine buffers and sums them.
   virtual void combine(const ep_shape& shape, int count, const plan_arrays& by, void* out,
                        const void* bias, const ep_totals& totals, std::uint64_t round,

@@ -20,7 +20,7 @@ namespace {
 
 /// Options that every rank must give alike.
 struct shared_exchange_options {
-  int experts, top_k;
+  int experts, top_k, sms;
   std::size_t hidden, max_tokens, device_rows;
   payload rows;
   friend bool operator==(const shared_exchange_options&, const shared_exchange_options&) = default;
@@ -132,18 +132,19 @@ exchange::state::state(symmetric_heap& given, const exchange_options& wanted)
                         "make one exchange for the ranks of each node");
     }
   });
-  const shared_exchange_options mine{options.experts,    options.top_k,       options.hidden,
-                                     options.max_tokens, options.device_rows, options.rows};
+  const shared_exchange_options mine{options.experts, options.top_k,      options.sms,
+                                     options.hidden,  options.max_tokens, options.device_rows,
+                                     options.rows};
   const auto all = ranks.all_gather_value(mine, "ep::exchange: options of all");
   for (std::size_t r = 1; r < all.size(); ++r) {
     if (all[r] == all[0]) continue;
     throw invalid_argument(
         fmt::format("ep::exchange: rank 0 and rank {} gave different options (experts {} and {}, "
-                    "top_k {} and {}, hidden {} and {}, max_tokens {} and {}, device_rows {} and "
-                    "{})",
-                    r, all[0].experts, all[r].experts, all[0].top_k, all[r].top_k, all[0].hidden,
-                    all[r].hidden, all[0].max_tokens, all[r].max_tokens, all[0].device_rows,
-                    all[r].device_rows),
+                    "top_k {} and {}, sms {} and {}, hidden {} and {}, max_tokens {} and {}, "
+                    "device_rows {} and {})",
+                    r, all[0].experts, all[r].experts, all[0].top_k, all[r].top_k, all[0].sms,
+                    all[r].sms, all[0].hidden, all[r].hidden, all[0].max_tokens, all[r].max_tokens,
+                    all[0].device_rows, all[r].device_rows),
         "give every rank the same");
   }
   capacity = static_cast<std::size_t>(count) * options.max_tokens;
@@ -278,7 +279,8 @@ received exchange::dispatch(const tokens& from, plan& to, native_stream stream) 
   to.state_->count = from.count;
   s.planned = ++s.counted;
   s.steps->plan(s.shape, arrays, to.state_->arrays(), s.totals, s.counted, stream);
-  s.steps->send(s.shape, arrays, to.state_->arrays(), s.totals, ++s.sent, stream);
+  s.steps->send(s.shape, arrays, to.state_->arrays(), s.totals, {s.counted, ++s.sent}, true,
+                stream);
   return s.output();
 }
 
@@ -291,8 +293,8 @@ received exchange::dispatch_again(const tokens& from, const plan& by, native_str
         "give the tokens in the order of the dispatch that filled the plan");
   }
   arrays.ids = nullptr;
-  s.steps->meet(s.shape, s.totals, ++s.counted, stream);
-  s.steps->send(s.shape, arrays, by.state_->arrays(), s.totals, ++s.sent, stream);
+  s.steps->send(s.shape, arrays, by.state_->arrays(), s.totals, {++s.counted, ++s.sent}, false,
+                stream);
   return s.output();
 }
 

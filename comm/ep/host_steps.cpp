@@ -21,13 +21,13 @@ class host_steps final : public ep_steps {
             const ep_totals& totals, std::uint64_t round, native_stream stream) override {
     on_.launch(stream, [=] { run_plan(shape, from, to, totals, round); });
   }
-  void meet(const ep_shape& shape, const ep_totals& totals, std::uint64_t round,
-            native_stream stream) override {
-    on_.launch(stream, [=] { meet_peers(shape, flag_kind::counts, totals, round); });
-  }
   void send(const ep_shape& shape, const token_arrays& from, const plan_arrays& by,
-            const ep_totals& totals, std::uint64_t round, native_stream stream) override {
-    on_.launch(stream, [=] { run_send(shape, from, by, totals, round); });
+            const ep_totals& totals, const send_rounds& rounds, bool met,
+            native_stream stream) override {
+    on_.launch(stream, [=] {
+      if (!met) meet_peers(shape, flag_kind::counts, totals, rounds.counts);
+      run_send(shape, from, by, totals, rounds.rows);
+    });
   }
   void combine(const ep_shape& shape, int count, const plan_arrays& by, void* out, const void* bias,
                const ep_totals& totals, std::uint64_t round, native_stream stream) override {
@@ -36,13 +36,15 @@ class host_steps final : public ep_steps {
 
  private:
   static void tell_peers(const ep_shape& shape, flag_kind kind, std::uint64_t round) {
-    for (int r = 0; r < shape.ranks; ++r) signal(shape.flag(r, kind, shape.rank), round);
+    for (int r = 0; r < shape.ranks; ++r) {
+      signal(shape.flag(r, kind, shape.rank), shape.goal(kind, round));
+    }
   }
   static void wait_for_peers(const ep_shape& shape, flag_kind kind, const ep_totals& totals,
                              std::uint64_t round) {
     const auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(shape.timeout_ns);
     for (int r = 0; r < shape.ranks; ++r) {
-      while (read_signal(shape.flag(shape.rank, kind, r)) < round) {
+      while (read_signal(shape.flag(shape.rank, kind, r)) < shape.goal(kind, round)) {
         if (std::chrono::steady_clock::now() > end) {
           __atomic_fetch_or(totals.lost_on_host, std::uint64_t{1} << r, __ATOMIC_RELAXED);
           break;

@@ -18,7 +18,7 @@ enum class payload : std::uint8_t {
   fp8,  ///< e4m3, with one float scale for each 128 elements
 };
 
-/// What an exchange is made from; equal on all ranks, but for `sms` and `timeout`.
+/// What an exchange is made from; equal on all ranks, but for `timeout`.
 struct exchange_options {
   /// Experts of all ranks together, a multiple of their number: rank r has experts
   /// [r, r + 1) x experts / ranks.
