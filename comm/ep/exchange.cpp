@@ -176,6 +176,7 @@ exchange::state::state(symmetric_heap& given, const exchange_options& wanted)
   shape.local_experts = local_experts;
   shape.top_k = options.top_k;
   shape.hidden = static_cast<int>(options.hidden);
+  shape.blocks = options.sms;
   shape.timeout_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(options.timeout).count());
   shape.flags = flags.offset();
   shape.counts = messages.offset();
