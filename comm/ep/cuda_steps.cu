@@ -24,7 +24,7 @@ constexpr std::size_t k_static_shared = 1024;
 
 class cuda_steps final : public ep_steps {
  public:
-  explicit cuda_steps(device_id device, int sms) : device_(device.value) {
+  cuda_steps(device_id device, int sms, int experts) : device_(device.value) {
     check(cudaSetDevice(device_), "cudaSetDevice");
     int shared = 0;
     int all = 0;
@@ -53,15 +53,20 @@ class cuda_steps final : public ep_steps {
                                  static_cast<int>(shared_)),
             "cudaFuncSetAttribute");
     }
-    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    const std::size_t counts = static_cast<std::size_t>(experts + 1) * sizeof(int);
+    check(cudaMalloc(&counts_.chosen, counts), "cudaMalloc");
+    counts_.blocks_done = counts_.chosen + experts;
+    check(cudaMemset(counts_.chosen, 0, counts), "cudaMemset");
+    check(cudaDeviceSynchronize(), "cudaMemset");
   }
+  ~cuda_steps() override { (void)cudaFree(counts_.chosen); }
 
   void plan(const ep_shape& shape, const token_arrays& from, const plan_arrays& to,
             const ep_totals& totals, std::uint64_t round, native_stream stream) override {
     check(cudaSetDevice(device_), "cudaSetDevice");
     const plan_shared room(shape, from.count, shared_);
-    plan_kernel<<<1, k_plan_warps * 32, room.bytes, stream>>>(shape, from, to, totals, round,
-                                                              room.masks);
+    plan_kernel<<<1 + k_counting_blocks, k_plan_warps * 32, room.bytes, stream>>>(
+        shape, from, to, totals, round, room.masks, counts_);
     check(cudaGetLastError(), "plan_kernel");
   }
   void send(const ep_shape& shape, const token_arrays& from, const plan_arrays& by,
@@ -106,12 +111,13 @@ class cuda_steps final : public ep_steps {
  private:
   int device_;
   std::size_t shared_ = 0;
+  expert_counts counts_;
 };
 
 }  // namespace
 
-std::unique_ptr<ep_steps> make_cuda_steps(device_id device, int sms) {
-  return std::make_unique<cuda_steps>(device, sms);
+std::unique_ptr<ep_steps> make_cuda_steps(device_id device, int sms, int experts) {
+  return std::make_unique<cuda_steps>(device, sms, experts);
 }
 
 }  // namespace evmm::ep

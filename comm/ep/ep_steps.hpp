@@ -39,6 +39,6 @@ class ep_steps {
 
 std::unique_ptr<ep_steps> make_host_steps(driver& on);
 /// `sms` multiprocessors of the device. Throws unsupported in a build without CUDA.
-std::unique_ptr<ep_steps> make_cuda_steps(device_id device, int sms);
+std::unique_ptr<ep_steps> make_cuda_steps(device_id device, int sms, int experts);
 
 }  // namespace evmm::ep

@@ -198,8 +198,9 @@ exchange::state::state(symmetric_heap& given, const exchange_options& wanted)
     on().fill(reinterpret_cast<address>(flags.local()), std::byte{0}, flags.bytes(), stream);
     on().synchronize(stream);
     on().destroy_stream(stream);
-    steps = on().info().kind == driver_kind::cuda ? make_cuda_steps(region.device(), options.sms)
-                                                  : make_host_steps(on());
+    steps = on().info().kind == driver_kind::cuda
+                ? make_cuda_steps(region.device(), options.sms, options.experts)
+                : make_host_steps(on());
   });
 }
 
