@@ -266,6 +266,45 @@ __device__ __forceinline__ void tell_host(const ep_shape& shape, const ep_totals
 
 // --- send ----------------------------------------------------------------------------------------
 
+/// Where a token's row lies at each rank: lane r of a warp knows ranks r and r + 32.
+class rank_rows {
+ public:
+  rank_rows() = default;
+  __device__ rank_rows(const ep_shape& shape, const plan_arrays& by, int t, int lane) {
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+      const int r = lane + 32 * i;
+      if (r >= shape.ranks) continue;
+      const int place = by.places[static_cast<std::size_t>(t) * shape.ranks + r];
+      if (place >= 0) rows_[i] = by.first[r] + place;
+    }
+  }
+  /// The row at rank r, or -1. By all lanes.
+  __device__ int of(int r) const {
+    const int low = __shfl_sync(k_whole_warp, rows_[0], r % 32);
+    const int high = __shfl_sync(k_whole_warp, rows_[1], r % 32);
+    return r < 32 ? low : high;
+  }
+  /// How many ranks it goes to. By all lanes.
+  __device__ int count() const {
+    return __popc(__ballot_sync(k_whole_warp, rows_[0] >= 0)) +
+           __popc(__ballot_sync(k_whole_warp, rows_[1] >= 0));
+  }
+  /// Calls `visit(r, row)` in the lane that knows rank r.
+  template <class Visit>
+  __device__ void for_mine(const ep_shape& shape, int lane, Visit&& visit) const {
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+      if (rows_[i] >= 0) visit(lane + 32 * i, static_cast<std::size_t>(rows_[i]));
+    }
+  }
+
+ private:
+  static constexpr int each = 2;
+  static_assert(each * 32 == ep_shape::most_ranks);
+  int rows_[each] = {-1, -1};
+};
+
 constexpr int k_send_warps = 30;  ///< of a block, at most
 
 /// Each warp takes token after token: its row into shared memory once, and from there to every rank
@@ -302,12 +341,14 @@ __global__ void __launch_bounds__(k_send_warps * 32)
 
   std::uint32_t phase = 0;
   for (int t = first; t < from.count; t += static_cast<int>(gridDim.x) * warps) {
-    const std::uint64_t mask = by.masks[t];
     const auto token = static_cast<std::size_t>(t);
-    if (lane == 0 && t != first) {
+    if (t != first) {
       bulk_wait_read();
-      load(t);
+      __syncwarp();
+      if (lane == 0) load(t);
     }
+    // All that is known of the token is fetched while its row is.
+    const rank_rows rows(shape, by, t, lane);
     std::int64_t expert = -1;
     float weight = 1;
     if (from.ids != nullptr && lane < shape.top_k) {
@@ -319,16 +360,17 @@ __global__ void __launch_bounds__(k_send_warps * 32)
       const int s = lane + 32 * i;
       if (s < shape.scale_count) scales[i] = from.scales[token * shape.scale_count + s];
     }
-    if (lane == 0) barrier_wait(loaded, phase);
+    barrier_wait(loaded, phase);
     phase ^= 1;
-    for (int i = 0; i < shape.ranks; ++i) {
-      // Each rank begins with its neighbour, so that not all send to the same one.
-      const int r = (shape.rank + 1 + i) % shape.ranks;
-      if ((mask >> r & 1) == 0) continue;
-      const auto row = static_cast<std::size_t>(by.first[r] + by.places[token * shape.ranks + r]);
-      if (lane == 0) {
-        bulk_store(shape.at<char>(r, shape.x) + row * shape.row_bytes, stage, shape.row_bytes);
-      }
+    rows.for_mine(shape, lane, [&](int r, std::size_t row) {
+      bulk_store(shape.at<char>(r, shape.x) + row * shape.row_bytes, stage, shape.row_bytes);
+    });
+    bulk_commit();
+    if (from.ids == nullptr && shape.scale_count == 0) continue;
+    for (int r = 0; r < shape.ranks; ++r) {
+      const int at = rows.of(r);
+      if (at < 0) continue;
+      const auto row = static_cast<std::size_t>(at);
       for (int k = 0; k < k_lane_scales; ++k) {
         const int s = lane + 32 * k;
         if (s < shape.scale_count) {
@@ -345,9 +387,8 @@ __global__ void __launch_bounds__(k_send_warps * 32)
       }
       if (lane == 0) shape.at<std::int32_t>(r, shape.tokens)[row] = t;
     }
-    if (lane == 0) bulk_commit();
   }
-  if (lane == 0) bulk_wait_written();
+  bulk_wait_written();
   meet_at_the_end(shape, flag_kind::rows, totals, round);
 }
 
@@ -400,60 +441,72 @@ __global__ void __launch_bounds__(k_combine_warps * 32)
   meet_at_the_beginning(shape, flag_kind::ready, totals, round);
   fence_bulk();
 
+  // The tokens of this warp, chunk by chunk: `ahead` is what is loaded next, in `stage_ahead`; what
+  // is summed now lies stages - 1 chunks behind it.
   const int chunks = (shape.hidden + chunk - 1) / chunk;
-  const int items = count * chunks;
   const int step = static_cast<int>(gridDim.x) * warps;
-  const auto elements = [&](int item) { return min(chunk, shape.hidden - item % chunks * chunk); };
-  const auto load = [&](int item, int stage) {
-    const int t = item / chunks;
-    const std::uint64_t mask = by.masks[t];
-    const auto bytes = static_cast<std::uint32_t>(elements(item) * sizeof(__nv_bfloat16));
-    barrier_expect(loaded + stage, static_cast<std::uint32_t>(__popcll(mask)) * bytes);
-    for (int i = 0; i < shape.ranks; ++i) {
-      const int r = (shape.rank + 1 + i) % shape.ranks;
-      if ((mask >> r & 1) == 0) continue;
-      const auto row = static_cast<std::size_t>(
-          by.first[r] + by.places[static_cast<std::size_t>(t) * shape.ranks + r]);
+  struct cursor {
+    int token;
+    int chunk = 0;
+    rank_rows rows = {};
+  };
+  const auto rows_of = [&](int t) {
+    return t < count ? rank_rows(shape, by, t, lane) : rank_rows();
+  };
+  const int first = static_cast<int>(blockIdx.x) * warps + warp;
+  cursor ahead{first, 0, rows_of(first)};
+  rank_rows upcoming = rows_of(first + step);  // fetched a token before it is needed
+  const auto elements = [&](int which) { return min(chunk, shape.hidden - which * chunk); };
+  const auto load = [&](int stage) {
+    if (ahead.token >= count) return;
+    const auto bytes = static_cast<std::uint32_t>(elements(ahead.chunk) * sizeof(__nv_bfloat16));
+    const int loads = ahead.rows.count();
+    if (lane == 0) {
+      fence_bulk();
+      barrier_expect(loaded + stage, static_cast<std::uint32_t>(loads) * bytes);
+    }
+    __syncwarp();
+    ahead.rows.for_mine(shape, lane, [&](int r, std::size_t row) {
       bulk_load(mine + static_cast<std::uint32_t>(stage) * stage_bytes +
                     static_cast<std::uint32_t>(r) * chunk_bytes,
-                shape.at<__nv_bfloat16>(r, shape.y) + row * shape.hidden + item % chunks * chunk,
+                shape.at<__nv_bfloat16>(r, shape.y) + row * shape.hidden + ahead.chunk * chunk,
                 bytes, loaded + stage);
-    }
+    });
+    if (++ahead.chunk < chunks) return;
+    ahead = {ahead.token + step, 0, upcoming};
+    upcoming = rows_of(ahead.token + step);
   };
-  int next = static_cast<int>(blockIdx.x) * warps + warp;  // the next that the first lane loads
-  int item = next;
-  if (lane == 0) {
-    for (int s = 0; s < stages - 1 && next < items; ++s, next += step) load(next, s);
-  }
+  for (int s = 0; s < stages - 1; ++s) load(s);
   std::uint32_t phases = 0;  // a bit a stage
-  for (int stage = 0; item < items; item += step, stage = stage + 1 == stages ? 0 : stage + 1) {
-    __syncwarp();  // all lanes have read what the next load overwrites
-    if (lane == 0 && next < items) {
-      fence_bulk();
-      load(next, stage == 0 ? stages - 1 : stage - 1);
-    }
-    next += step;
-    barrier_wait(loaded + stage, phases >> stage & 1);
-    phases ^= 1u << stage;
-    const std::uint64_t mask = by.masks[item / chunks];
-    const char* const rows = mine + static_cast<std::uint32_t>(stage) * stage_bytes;
-    const std::size_t begin =
-        static_cast<std::size_t>(item / chunks) * shape.hidden + item % chunks * chunk;
-    for (int i = lane * 8; i < elements(item); i += 32 * 8) {
-      float sum[8] = {};
-      if (bias != nullptr) add(sum, *reinterpret_cast<const bf16_piece*>(bias + begin + i));
-      for (int r = 0; r < shape.ranks; ++r) {
-        if ((mask >> r & 1) == 0) continue;
-        add(sum, *reinterpret_cast<const bf16_piece*>(
-                     rows + static_cast<std::uint32_t>(r) * chunk_bytes +
-                     static_cast<std::size_t>(i) * sizeof(__nv_bfloat16)));
-      }
-      bf16_piece made;
+  int stage = 0;
+  std::uint64_t next_mask = first < count ? by.masks[first] : 0;
+  for (int t = first; t < count; t += step) {
+    const std::uint64_t mask = next_mask;
+    if (t + step < count) next_mask = by.masks[t + step];
+    for (int c = 0; c < chunks; ++c) {
+      __syncwarp();  // all lanes have read what the next load overwrites
+      load(stage == 0 ? stages - 1 : stage - 1);
+      barrier_wait(loaded + stage, phases >> stage & 1);
+      phases ^= 1u << stage;
+      const char* const rows = mine + static_cast<std::uint32_t>(stage) * stage_bytes;
+      const std::size_t begin = static_cast<std::size_t>(t) * shape.hidden + c * chunk;
+      for (int i = lane * 8; i < elements(c); i += 32 * 8) {
+        float sum[8] = {};
+        if (bias != nullptr) add(sum, *reinterpret_cast<const bf16_piece*>(bias + begin + i));
+        for (std::uint64_t left = mask; left != 0; left &= left - 1) {
+          const int r = __ffsll(static_cast<long long>(left)) - 1;
+          add(sum, *reinterpret_cast<const bf16_piece*>(
+                       rows + static_cast<std::uint32_t>(r) * chunk_bytes +
+                       static_cast<std::size_t>(i) * sizeof(__nv_bfloat16)));
+        }
+        bf16_piece made;
 #pragma unroll
-      for (int p = 0; p < 4; ++p) {
-        made.pairs[p] = __floats2bfloat162_rn(sum[2 * p], sum[2 * p + 1]);
+        for (int p = 0; p < 4; ++p) {
+          made.pairs[p] = __floats2bfloat162_rn(sum[2 * p], sum[2 * p + 1]);
+        }
+        *reinterpret_cast<bf16_piece*>(out + begin + i) = made;
       }
-      *reinterpret_cast<bf16_piece*>(out + begin + i) = made;
+      stage = stage + 1 == stages ? 0 : stage + 1;
     }
   }
   meet_at_the_end(shape, flag_kind::finished, totals, round);
