@@ -102,8 +102,12 @@ class cuda_steps final : public ep_steps {
     const std::size_t stages = std::clamp<std::size_t>(fit / k_combine_warps, 2, k_most_stages);
     const auto warps =
         static_cast<unsigned>(std::clamp<std::size_t>(fit / stages, 1, k_combine_warps));
+    // With few tokens, several warps share one.
+    const int chunks = (shape.hidden + chunk - 1) / chunk;
+    const int pieces =
+        std::clamp(shape.blocks * static_cast<int>(warps) / std::max(count, 1), 1, chunks);
     combine_kernel<<<shape.blocks, warps * 32, warps * stages * stage, stream>>>(
-        shape, count, chunk, static_cast<int>(stages), by, static_cast<__nv_bfloat16*>(out),
+        shape, count, pieces, chunk, static_cast<int>(stages), by, static_cast<__nv_bfloat16*>(out),
         static_cast<const __nv_bfloat16*>(bias), totals, round);
     check(cudaGetLastError(), "combine_kernel");
   }

@@ -420,8 +420,8 @@ __device__ __forceinline__ void add(float (&sum)[8], const bf16_piece& piece) {
 /// Each warp takes chunk after chunk: loads it from every rank that the token went to, sums in FP32
 /// and in the order of ranks, and stores the result.
 __global__ void __launch_bounds__(k_combine_warps * 32)
-    combine_kernel(const __grid_constant__ ep_shape shape, int count, int chunk, int stages,
-                   const __grid_constant__ plan_arrays by, __nv_bfloat16* out,
+    combine_kernel(const __grid_constant__ ep_shape shape, int tokens, int pieces, int chunk,
+                   int stages, const __grid_constant__ plan_arrays by, __nv_bfloat16* out,
                    const __nv_bfloat16* bias, const __grid_constant__ ep_totals totals,
                    std::uint64_t round) {
   extern __shared__ __align__(128) char rows_loaded[];  // warps x stages, then their barriers
@@ -441,25 +441,30 @@ __global__ void __launch_bounds__(k_combine_warps * 32)
   meet_at_the_beginning(shape, flag_kind::ready, totals, round);
   fence_bulk();
 
-  // The tokens of this warp, chunk by chunk: `ahead` is what is loaded next, in `stage_ahead`; what
-  // is summed now lies stages - 1 chunks behind it.
-  const int chunks = (shape.hidden + chunk - 1) / chunk;
+  // The warp's part of the tokens, or of their pieces where there are few, chunk by chunk: `ahead`
+  // is what is loaded next, what is summed now lies stages - 1 chunks behind it.
+  const int chunks = ((shape.hidden + chunk - 1) / chunk + pieces - 1) / pieces;  // of a piece
+  const int count = tokens * pieces;
   const int step = static_cast<int>(gridDim.x) * warps;
   struct cursor {
-    int token;
+    int item;
     int chunk = 0;
     rank_rows rows = {};
   };
-  const auto rows_of = [&](int t) {
-    return t < count ? rank_rows(shape, by, t, lane) : rank_rows();
+  const auto rows_of = [&](int item) {
+    return item < count ? rank_rows(shape, by, item / pieces, lane) : rank_rows();
   };
   const int first = static_cast<int>(blockIdx.x) * warps + warp;
   cursor ahead{first, 0, rows_of(first)};
   rank_rows upcoming = rows_of(first + step);  // fetched a token before it is needed
-  const auto elements = [&](int which) { return min(chunk, shape.hidden - which * chunk); };
+  const auto begin_of = [&](int item, int which) {
+    return (item % pieces * chunks + which) * chunk;
+  };
+  const auto elements = [&](int begin) { return max(0, min(chunk, shape.hidden - begin)); };
   const auto load = [&](int stage) {
-    if (ahead.token >= count) return;
-    const auto bytes = static_cast<std::uint32_t>(elements(ahead.chunk) * sizeof(__nv_bfloat16));
+    if (ahead.item >= count) return;
+    const int begin = begin_of(ahead.item, ahead.chunk);
+    const auto bytes = static_cast<std::uint32_t>(elements(begin) * sizeof(__nv_bfloat16));
     const int loads = ahead.rows.count();
     if (lane == 0) {
       fence_bulk();
@@ -467,30 +472,32 @@ __global__ void __launch_bounds__(k_combine_warps * 32)
     }
     __syncwarp();
     ahead.rows.for_mine(shape, lane, [&](int r, std::size_t row) {
+      if (bytes == 0) return;
       bulk_load(mine + static_cast<std::uint32_t>(stage) * stage_bytes +
                     static_cast<std::uint32_t>(r) * chunk_bytes,
-                shape.at<__nv_bfloat16>(r, shape.y) + row * shape.hidden + ahead.chunk * chunk,
-                bytes, loaded + stage);
+                shape.at<__nv_bfloat16>(r, shape.y) + row * shape.hidden + begin, bytes,
+                loaded + stage);
     });
     if (++ahead.chunk < chunks) return;
-    ahead = {ahead.token + step, 0, upcoming};
-    upcoming = rows_of(ahead.token + step);
+    ahead = {ahead.item + step, 0, upcoming};
+    upcoming = rows_of(ahead.item + step);
   };
   for (int s = 0; s < stages - 1; ++s) load(s);
   std::uint32_t phases = 0;  // a bit a stage
   int stage = 0;
-  std::uint64_t next_mask = first < count ? by.masks[first] : 0;
-  for (int t = first; t < count; t += step) {
+  std::uint64_t next_mask = first < count ? by.masks[first / pieces] : 0;
+  for (int item = first; item < count; item += step) {
     const std::uint64_t mask = next_mask;
-    if (t + step < count) next_mask = by.masks[t + step];
+    if (item + step < count) next_mask = by.masks[(item + step) / pieces];
     for (int c = 0; c < chunks; ++c) {
       __syncwarp();  // all lanes have read what the next load overwrites
       load(stage == 0 ? stages - 1 : stage - 1);
       barrier_wait(loaded + stage, phases >> stage & 1);
       phases ^= 1u << stage;
       const char* const rows = mine + static_cast<std::uint32_t>(stage) * stage_bytes;
-      const std::size_t begin = static_cast<std::size_t>(t) * shape.hidden + c * chunk;
-      for (int i = lane * 8; i < elements(c); i += 32 * 8) {
+      const int in_row = begin_of(item, c);
+      const std::size_t begin = static_cast<std::size_t>(item / pieces) * shape.hidden + in_row;
+      for (int i = lane * 8; i < elements(in_row); i += 32 * 8) {
         float sum[8] = {};
         if (bias != nullptr) add(sum, *reinterpret_cast<const bf16_piece*>(bias + begin + i));
         for (std::uint64_t left = mask; left != 0; left &= left - 1) {
