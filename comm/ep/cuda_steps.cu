@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "comm/ep/ep_kernels.cuh"
+#include "comm/ep/combine_kernel.cuh"
 #include "comm/ep/ep_steps.hpp"
+#include "comm/ep/plan_kernel.cuh"
+#include "comm/ep/send_kernel.cuh"
 
 #include <evmm/error.hpp>
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The steps as host functions, for the host driver: the same protocol, written to be read. The
-// kernels in cuda_steps.cu do the same side by side.
+// kernels do the same side by side.
 #include "comm/ep/bf16.hpp"
 #include "comm/ep/ep_steps.hpp"
 

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "comm/ep/ep_shape.hpp"
+
+#include <cstdint>
+
+namespace evmm::ep {
+
+constexpr unsigned k_whole_warp = 0xffffffffu;
+
+__device__ __forceinline__ std::uint64_t nanoseconds_now() {
+  std::uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+/// Thread r of the first `ranks` tells rank r. What the block wrote before it synchronised, and
+/// what it has seen of others, is visible to whoever sees the flag.
+__device__ __forceinline__ void tell_peers(const ep_shape& shape, flag_kind kind) {
+  if (threadIdx.x < static_cast<unsigned>(shape.ranks)) {
+    signal_add(shape.flag(static_cast<int>(threadIdx.x), kind, shape.rank), 1);
+  }
+}
+
+/// Thread r of the first `ranks` waits for rank r, as long as the timeout allows.
+__device__ __forceinline__ void wait_for_peers(const ep_shape& shape, flag_kind kind,
+                                               const ep_totals& totals, std::uint64_t round) {
+  if (threadIdx.x < static_cast<unsigned>(shape.ranks)) {
+    const std::uint64_t* flag = shape.flag(shape.rank, kind, static_cast<int>(threadIdx.x));
+    const std::uint64_t goal = shape.goal(kind, round);
+    const std::uint64_t begin = nanoseconds_now();
+    while (read_signal(flag) < goal) {
+      if (nanoseconds_now() - begin > shape.timeout_ns) {
+        atomicOr_system(reinterpret_cast<unsigned long long*>(totals.lost_on_host),
+                        1ull << threadIdx.x);
+        break;
+      }
+    }
+  }
+}
+
+/// The end of a kernel: each block tells the peers that it is done, and the first one stays until
+/// theirs are.
+__device__ __forceinline__ void meet_at_the_end(const ep_shape& shape, flag_kind kind,
+                                                const ep_totals& totals, std::uint64_t round) {
+  __syncthreads();
+  tell_peers(shape, kind);
+  if (blockIdx.x == 0) wait_for_peers(shape, kind, totals, round);
+}
+
+/// The beginning: the first block tells the peers that this rank is there, each waits for theirs.
+__device__ __forceinline__ void meet_at_the_beginning(const ep_shape& shape, flag_kind kind,
+                                                      const ep_totals& totals,
+                                                      std::uint64_t round) {
+  if (blockIdx.x == 0) tell_peers(shape, kind);
+  wait_for_peers(shape, kind, totals, round);
+  __syncthreads();
+}
+
+/// One block writes the totals where the CPU reads them.
+__device__ __forceinline__ void tell_host(const ep_shape& shape, const ep_totals& totals,
+                                          std::uint64_t round) {
+  for (int i = static_cast<int>(threadIdx.x); i < 1 + shape.count_words();
+       i += static_cast<int>(blockDim.x)) {
+    totals.on_host[i] = totals.words[i];
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) signal(totals.round_on_host, round);
+}
+
+}  // namespace evmm::ep

@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "comm/ep/meet_peers.cuh"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+// Where each token goes, told to the peers; host_steps.cpp says the same in fewer words.
+
+namespace evmm::ep {
+
+constexpr int k_plan_warps = 32;
+constexpr int k_counting_blocks = 8;
+
+/// Memory of the device, zero between plans.
+struct expert_counts {
+  int* chosen = nullptr;  ///< [experts]
+  int* blocks_done = nullptr;
+};
+
+/// Shared memory of the plan's kernel.
+struct plan_shared {
+  std::size_t bytes = 0;
+  bool masks = false;  ///< whether there is room for the tokens' masks
+  plan_shared(const ep_shape& shape, int count, std::size_t most) {
+    const auto ranks = static_cast<std::size_t>(shape.ranks);
+    const std::size_t rows = (ranks * (k_plan_warps + 1) * sizeof(std::int32_t) + 7) / 8 * 8;
+    const std::size_t wanted = static_cast<std::size_t>(count) * sizeof(std::uint64_t);
+    masks = rows + wanted <= most;
+    bytes = std::max(masks ? rows + wanted : rows,
+                     ranks * static_cast<std::size_t>(shape.local_experts) * sizeof(std::int32_t));
+  }
+};
+
+/// Calls `visit(expert)` for each choice of a token that is one.
+template <class Visit>
+__device__ __forceinline__ void for_choices(const ep_shape& shape, const token_arrays& from, int t,
+                                            Visit&& visit) {
+  const std::int64_t* const ids = from.ids + static_cast<std::size_t>(t) * shape.top_k;
+  for (int first = 0; first < shape.top_k; first += 8) {
+    std::int64_t some[8];
+#pragma unroll
+    for (int k = 0; k < 8; ++k) some[k] = first + k < shape.top_k ? ids[first + k] : -1;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      if (some[k] >= 0) visit(some[k]);
+    }
+  }
+}
+
+/// How often the tokens of all blocks but the first chose each expert: the many additions to few
+/// words would take the one block that plans as long as all the rest of it.
+__device__ __forceinline__ void count_choices(const ep_shape& shape, const token_arrays& from,
+                                              const expert_counts& counts, std::int32_t* here) {
+  const int experts = shape.ranks * shape.local_experts;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int threads = static_cast<int>(blockDim.x);
+  for (int e = thread; e < experts; e += threads) here[e] = 0;
+  __syncthreads();
+  for (int t = (static_cast<int>(blockIdx.x) - 1) * threads + thread; t < from.count;
+       t += (static_cast<int>(gridDim.x) - 1) * threads) {
+    for_choices(shape, from, t, [&](std::int64_t e) {
+      if (e < experts) atomicAdd(&here[e], 1);
+    });
+  }
+  __syncthreads();
+  for (int e = thread; e < experts; e += threads) {
+    if (here[e] != 0) atomicAdd(&counts.chosen[e], here[e]);
+  }
+  __threadfence();
+  __syncthreads();
+  if (thread == 0) atomicAdd(counts.blocks_done, 1);
+}
+
+/// The first block plans, the others count. Each warp takes a stretch of the tokens for one rank:
+/// how many go there first, then, with the sums of the stretches before, the place of each.
+__global__ void __launch_bounds__(k_plan_warps * 32)
+    plan_kernel(const __grid_constant__ ep_shape shape, const __grid_constant__ token_arrays from,
+                const __grid_constant__ plan_arrays to, const __grid_constant__ ep_totals totals,
+                std::uint64_t round, bool shared_masks,
+                const __grid_constant__ expert_counts counts) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  extern __shared__ __align__(8) std::int32_t words[];
+  if (blockIdx.x > 0) return count_choices(shape, from, counts, words);
+  const int stretches = max(1, k_plan_warps / shape.ranks);
+  std::int32_t* const stretch_rows = words;  // [ranks][stretches], at most ranks x k_plan_warps
+  std::int32_t* const going = words + shape.ranks * k_plan_warps;  // [ranks]
+  // Every token's mask is read once for each rank.
+  std::uint64_t* const masks =
+      shared_masks
+          ? reinterpret_cast<std::uint64_t*>(words + (shape.ranks * (k_plan_warps + 1) + 1) / 2 * 2)
+          : to.masks;
+  const int threads = k_plan_warps * 32;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int warp = thread / 32;
+  const int lane = thread % 32;
+  const int experts = shape.ranks * shape.local_experts;
+
+  for (int t = thread; t < from.count; t += threads) {
+    std::uint64_t mask = 0;
+    for_choices(shape, from, t, [&](std::int64_t e) {
+      if (e < experts) {
+        mask |= std::uint64_t{1} << (static_cast<int>(e) / shape.local_experts);
+      } else {
+        signal(totals.wrong_on_host, static_cast<std::uint64_t>(e) + 1);
+      }
+    });
+    masks[t] = mask;
+    if (shared_masks) to.masks[t] = mask;
+  }
+  __syncthreads();
+
+  const int pieces = shape.ranks * stretches;
+  const int length = ((from.count + stretches - 1) / stretches + 31) / 32 * 32;
+  for (int piece = warp; piece < pieces; piece += k_plan_warps) {
+    const int r = piece / stretches;
+    const int begin = piece % stretches * length;
+    const int end = min(from.count, begin + length);
+    int rows = 0;
+    for (int t = begin + lane; t < end; t += 32) rows += static_cast<int>(masks[t] >> r & 1);
+    rows = __reduce_add_sync(k_whole_warp, rows);
+    if (lane == 0) stretch_rows[piece] = rows;
+  }
+  __syncthreads();
+  if (thread < shape.ranks) {
+    int rows = 0;
+    for (int s = 0; s < stretches; ++s) {
+      const int here = stretch_rows[thread * stretches + s];
+      stretch_rows[thread * stretches + s] = rows;
+      rows += here;
+    }
+    going[thread] = rows;
+  }
+  __syncthreads();
+
+  // The peers wait for these; the places are worked out while they travel.
+  if (thread == 0) {
+    while (*static_cast<volatile int*>(counts.blocks_done) != static_cast<int>(gridDim.x) - 1) {
+    }
+    *counts.blocks_done = 0;  // for the next plan
+    __threadfence();
+  }
+  __syncthreads();
+  const int message = shape.count_words();
+  for (int i = thread; i < shape.ranks * message; i += threads) {
+    const int r = i / message;
+    const int word = i % message;
+    const int expert = r * shape.local_experts + word - shape.ranks;
+    shape.count_message(r, shape.rank)[word] =
+        word < shape.ranks ? going[word] : __ldcg(counts.chosen + expert);
+    if (word >= shape.ranks) counts.chosen[expert] = 0;
+  }
+  __syncthreads();
+  tell_peers(shape, flag_kind::counts);
+
+  for (int piece = warp; piece < pieces; piece += k_plan_warps) {
+    const int r = piece / stretches;
+    const int begin = piece % stretches * length;
+    const int end = min(from.count, begin + length);
+    int before = stretch_rows[piece];
+    for (int t = begin + lane; t - lane < end; t += 32) {
+      const bool goes = t < end && (masks[t] >> r & 1) != 0;
+      const unsigned all = __ballot_sync(k_whole_warp, goes);
+      if (t < end) {
+        to.places[static_cast<std::size_t>(t) * shape.ranks + r] =
+            goes ? before + __popc(all & ((1u << lane) - 1)) : -1;
+      }
+      before += __popc(all);
+    }
+  }
+
+  wait_for_peers(shape, flag_kind::counts, totals, round);
+  __syncthreads();
+  const auto said = [&](int source, int word) {
+    return __ldcg(shape.count_message(shape.rank, source) + word);
+  };
+  if (thread < shape.ranks) {
+    int first = 0;
+    int end = 0;
+    for (int s = 0; s < shape.ranks; ++s) {
+      if (s < shape.rank) first += said(s, thread);
+      if (s <= thread) end += said(s, shape.rank);
+    }
+    to.first[thread] = first;
+    totals.words[1 + thread] = end;
+    if (thread == shape.ranks - 1) totals.words[0] = end;
+  }
+  for (int e = thread; e < shape.local_experts; e += threads) {
+    int rows = 0;
+    for (int s = 0; s < shape.ranks; ++s) rows += said(s, shape.ranks + e);
+    totals.words[1 + shape.ranks + e] = rows;
+  }
+}
+
+}  // namespace evmm::ep
