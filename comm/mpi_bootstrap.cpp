@@ -2,6 +2,7 @@
 #include "comm/ranks_text.hpp"
 #include "comm/wire.hpp"
 #include "lib/support/log.hpp"
+#include "lib/support/patience.hpp"
 
 #include <evmm/comm/bootstrap.hpp>
 
@@ -13,10 +14,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <mutex>
-#include <thread>
 #include <utility>
-
-#include <sched.h>
 
 #ifndef OPEN_MPI
 #error "evmm's bootstrap over MPI is written for Open MPI; configure with EVMM_MPI=OFF"
@@ -41,23 +39,6 @@ void check(int code, const char* call) {
       fmt::format("{}: {}", call, std::string_view(text.data(), static_cast<std::size_t>(length))),
       {}, code);
 }
-
-/// Waiting for other processes: gives the core away at once, as they may need it to arrive, and
-/// lets it rest when the wait turns out long.
-class patience {
- public:
-  void spend() {
-    if (clock::now() - since_ < std::chrono::milliseconds(5)) {
-      ::sched_yield();
-    } else {
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
-    }
-  }
-  void renew() { since_ = clock::now(); }
-
- private:
-  clock::time_point since_ = clock::now();
-};
 
 /// The requests of one step and the memory that they read and write.
 struct step_requests {
