@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "comm/mpi_calls.hpp"
+#include "comm/mpi_link.hpp"
 #include "comm/ranks_text.hpp"
 #include "comm/wire.hpp"
 #include "lib/support/log.hpp"
@@ -8,17 +10,9 @@
 
 #include <climits>
 #include <fmt/format.h>
-#include <mpi.h>
 
-#include <array>
-#include <atomic>
-#include <cstdlib>
 #include <mutex>
 #include <utility>
-
-#ifndef OPEN_MPI
-#error "evmm's bootstrap over MPI is written for Open MPI; configure with EVMM_MPI=OFF"
-#endif
 
 namespace evmm {
 
@@ -30,16 +24,6 @@ using clock = std::chrono::steady_clock;
 constexpr int k_step_tag = 0;  // and 1
 constexpr int k_lost_tag = 2;
 
-void check(int code, const char* call) {
-  if (code == MPI_SUCCESS) return;
-  std::array<char, MPI_MAX_ERROR_STRING> text{};
-  int length = 0;
-  MPI_Error_string(code, text.data(), &length);
-  throw peer_error(
-      fmt::format("{}: {}", call, std::string_view(text.data(), static_cast<std::size_t>(length))),
-      {}, code);
-}
-
 /// The requests of one step and the memory that they read and write.
 struct step_requests {
   byte_vector outgoing;
@@ -49,7 +33,7 @@ struct step_requests {
 
   bool test() {
     int done = 0;
-    check(
+    mpi::check(
         MPI_Testall(static_cast<int>(requests.size()), requests.data(), &done, MPI_STATUSES_IGNORE),
         "MPI_Testall");
     return done != 0;
@@ -72,68 +56,12 @@ void park(std::unique_ptr<step_requests> abandoned) {
   parked->push_back(std::move(abandoned));
 }
 
-/// Set when a step was lost: MPI_Finalize might then wait for a dead rank without end.
-std::atomic<bool> any_lost{false};
-
-void initialize_mpi() {
-  static std::mutex mutex;
-  const std::lock_guard lock(mutex);
-  int initialized = 0;
-  int finalized = 0;
-  MPI_Initialized(&initialized);
-  MPI_Finalized(&finalized);
-  if (finalized != 0) throw invalid_argument("MPI is finalised already");
-  if (initialized != 0) return;
-  int provided = MPI_THREAD_SINGLE;
-  check(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &provided), "MPI_Init_thread");
-  std::atexit([] {
-    int done = 0;
-    MPI_Finalized(&done);
-    if (done == 0 && !any_lost) MPI_Finalize();
-  });
-}
-
-/// MPI_Comm_dup with a deadline.
-MPI_Comm duplicate(MPI_Comm of, std::chrono::milliseconds timeout) {
-  // MPI writes the result when the request completes, maybe after this call gave up.
-  auto made = std::make_unique<MPI_Comm>(MPI_COMM_NULL);
-  MPI_Request request = MPI_REQUEST_NULL;
-  check(MPI_Comm_idup(of, made.get(), &request), "MPI_Comm_idup");
-  const auto deadline = clock::now() + timeout;
-  patience wait;
-  for (int done = 0;;) {
-    check(MPI_Test(&request, &done, MPI_STATUS_IGNORE), "MPI_Comm_idup");
-    if (done != 0) break;
-    if (clock::now() >= deadline) {
-      any_lost = true;
-      static_cast<void>(made.release());
-      throw timed_out("not all ranks of the communicator came to make_mpi_bootstrap",
-                      "it is collective; EVMM_TIMEOUT_MS allows more time");
-    }
-    wait.spend();
-  }
-  check(MPI_Comm_set_errhandler(*made, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
-  return *made;
-}
-
-int rank_in(MPI_Comm communicator) {
-  int rank = 0;
-  check(MPI_Comm_rank(communicator, &rank), "MPI_Comm_rank");
-  return rank;
-}
-
-int size_of(MPI_Comm communicator) {
-  int size = 0;
-  check(MPI_Comm_size(communicator, &size), "MPI_Comm_size");
-  return size;
-}
-
 /// Every rank sends to every other: one hop, and each sees for itself who has not come.
 class mpi_bootstrap final : public bootstrap {
  public:
   explicit mpi_bootstrap(MPI_Comm parent)
-      : bootstrap(rank_id{rank_in(parent)}, size_of(parent)),
-        communicator_(duplicate(parent, timeout())) {
+      : bootstrap(rank_id{mpi::rank_in(parent)}, mpi::size_of(parent)),
+        communicator_(mpi::duplicate(parent, timeout())) {
     find_nodes();
   }
 
@@ -144,6 +72,8 @@ class mpi_bootstrap final : public bootstrap {
     if (finalized == 0 && !broken()) MPI_Comm_free(&communicator_);
   }
 
+  std::shared_ptr<node_link> make_link() override { return make_mpi_link(*this, communicator_); }
+
  private:
   std::vector<byte_vector> gather(std::span<const std::byte> mine, clock::time_point deadline,
                                   std::string_view step) override {
@@ -152,7 +82,7 @@ class mpi_bootstrap final : public bootstrap {
     try {
       gather_into(*now, mine, deadline, step);
     } catch (...) {
-      any_lost = true;
+      mpi::mark_lost();
       park(std::move(now));
       throw;
     }
@@ -193,9 +123,9 @@ class mpi_bootstrap final : public bootstrap {
 
   void send(step_requests& now, int to, int tag) {
     now.peers.push_back(to);
-    check(MPI_Isend(now.outgoing.data(), static_cast<int>(now.outgoing.size()), MPI_BYTE, to, tag,
-                    communicator_, &now.requests.emplace_back(MPI_REQUEST_NULL)),
-          "MPI_Isend");
+    mpi::check(MPI_Isend(now.outgoing.data(), static_cast<int>(now.outgoing.size()), MPI_BYTE, to,
+                         tag, communicator_, &now.requests.emplace_back(MPI_REQUEST_NULL)),
+               "MPI_Isend");
   }
 
   /// Starts to receive one message that has come; returns its sender, or -1.
@@ -204,16 +134,16 @@ class mpi_bootstrap final : public bootstrap {
     int bytes = 0;
     MPI_Message message = MPI_MESSAGE_NULL;
     MPI_Status status;
-    check(MPI_Improbe(MPI_ANY_SOURCE, tag, communicator_, &found, &message, &status),
-          "MPI_Improbe");
+    mpi::check(MPI_Improbe(MPI_ANY_SOURCE, tag, communicator_, &found, &message, &status),
+               "MPI_Improbe");
     if (found == 0) return -1;
-    check(MPI_Get_count(&status, MPI_BYTE, &bytes), "MPI_Get_count");
+    mpi::check(MPI_Get_count(&status, MPI_BYTE, &bytes), "MPI_Get_count");
     auto& into = now.incoming[static_cast<std::size_t>(status.MPI_SOURCE)];
     into.resize(static_cast<std::size_t>(bytes));
     now.peers.push_back(status.MPI_SOURCE);
-    check(MPI_Imrecv(into.data(), bytes, MPI_BYTE, &message,
-                     &now.requests.emplace_back(MPI_REQUEST_NULL)),
-          "MPI_Imrecv");
+    mpi::check(MPI_Imrecv(into.data(), bytes, MPI_BYTE, &message,
+                          &now.requests.emplace_back(MPI_REQUEST_NULL)),
+               "MPI_Imrecv");
     return status.MPI_SOURCE;
   }
 
@@ -223,12 +153,12 @@ class mpi_bootstrap final : public bootstrap {
     int bytes = 0;
     MPI_Message message = MPI_MESSAGE_NULL;
     MPI_Status status;
-    check(MPI_Improbe(MPI_ANY_SOURCE, k_lost_tag, communicator_, &found, &message, &status),
-          "MPI_Improbe");
+    mpi::check(MPI_Improbe(MPI_ANY_SOURCE, k_lost_tag, communicator_, &found, &message, &status),
+               "MPI_Improbe");
     if (found == 0) return;
-    check(MPI_Get_count(&status, MPI_BYTE, &bytes), "MPI_Get_count");
+    mpi::check(MPI_Get_count(&status, MPI_BYTE, &bytes), "MPI_Get_count");
     byte_vector text(static_cast<std::size_t>(bytes));
-    check(MPI_Mrecv(text.data(), bytes, MPI_BYTE, &message, MPI_STATUS_IGNORE), "MPI_Mrecv");
+    mpi::check(MPI_Mrecv(text.data(), bytes, MPI_BYTE, &message, MPI_STATUS_IGNORE), "MPI_Mrecv");
     wire_reader in(text, fmt::format("rank {}", status.MPI_SOURCE));
     auto why = get_error(in);
     throw_error(why.category, std::move(why.info));
@@ -256,7 +186,7 @@ class mpi_bootstrap final : public bootstrap {
 }  // namespace
 
 std::shared_ptr<bootstrap> make_mpi_bootstrap(ompi_communicator_t* communicator) {
-  initialize_mpi();
+  mpi::initialize();
   return std::make_shared<mpi_bootstrap>(communicator == nullptr ? MPI_COMM_WORLD : communicator);
 }
 
