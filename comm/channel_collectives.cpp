@@ -49,17 +49,21 @@ void symmetric_channel::state::announce(word kind, std::uint64_t round, native_s
 }
 
 void symmetric_channel::state::wait_for_word(word kind, std::uint64_t round, rank_id from,
-                                             std::string_view call, native_stream stream) {
-  engine->wait(word_address(me(), kind, from), round, from, fmt::format("{} {}", call, round),
-               stream);
+                                             std::string name, native_stream stream) {
+  engine->wait(word_address(me(), kind, from), round, from, std::move(name), stream);
 }
 
 void symmetric_channel::state::barrier(native_stream stream) {
-  const std::uint64_t round = ++barriers;
+  const std::string name = fmt::format("barrier {}", ++barriers);
+  // A word from a rank of another node tells that what it put here has arrived, not what it put to
+  // others. Once all have said that they have all words, that has arrived as well.
+  const int turns = ranks.node_count() > 1 ? 2 : 1;
   whole([&] {
-    announce(word::barrier, round, stream, [](rank_id) { return true; });
-    for (int r = 0; r < size(); ++r) {
-      if (rank_id{r} != me()) wait_for_word(word::barrier, round, {r}, "barrier", stream);
+    for (int turn = 0; turn < turns; ++turn) {
+      announce(word::barrier, ++barrier_words, stream, [](rank_id) { return true; });
+      for (int r = 0; r < size(); ++r) {
+        if (rank_id{r} != me()) wait_for_word(word::barrier, barrier_words, {r}, name, stream);
+      }
     }
   });
 }
@@ -146,6 +150,7 @@ void symmetric_channel::state::move_blocks(std::span<const outgoing_block> out,
                                            std::span<const incoming_block> in,
                                            native_stream stream) {
   const std::uint64_t round = ++exchanges;
+  const std::string name = fmt::format("all_to_all_v {}", round);
   const auto bytes_from = [&](rank_id rank) {
     return in[static_cast<std::size_t>(rank.value)].bytes;
   };
@@ -168,7 +173,7 @@ void symmetric_channel::state::move_blocks(std::span<const outgoing_block> out,
       if (block.bytes > 0) far_out.push_back({to, own.data.base + block.from, block.bytes});
       if (expected.bytes > 0) far_in.push_back({to, own.data.base + expected.at, expected.bytes});
     } else if (block.bytes > 0) {
-      wait_for_word(word::ready, round, to, "all_to_all_v", stream);
+      wait_for_word(word::ready, round, to, name, stream);
       far.push_back({to, own.data.base + block.from, block.bytes, block.to,
                      signal_word{word_offset(word::data, me()), round}, true});
     }
@@ -181,7 +186,7 @@ void symmetric_channel::state::move_blocks(std::span<const outgoing_block> out,
     const outgoing_block& block = out[static_cast<std::size_t>(to.value)];
     const channel_path way = path(to);
     if (block.bytes == 0 || way == channel_path::link) continue;
-    if (way == channel_path::direct) wait_for_word(word::ready, round, to, "all_to_all_v", stream);
+    if (way == channel_path::direct) wait_for_word(word::ready, round, to, name, stream);
     on.copy(reinterpret_cast<address>(region.peer(to)) + block.to, own.data.base + block.from,
             block.bytes, stream);
     if (way == channel_path::direct) {
@@ -192,7 +197,7 @@ void symmetric_channel::state::move_blocks(std::span<const outgoing_block> out,
   if (exchanged) link->exchange(far_out, far_in, stream);
   for (int r = 0; r < size(); ++r) {
     if (bytes_from({r}) > 0 && by_words({r})) {
-      wait_for_word(word::data, round, {r}, "all_to_all_v", stream);
+      wait_for_word(word::data, round, {r}, name, stream);
     }
   }
 }

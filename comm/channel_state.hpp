@@ -55,7 +55,8 @@ struct symmetric_channel::state {
   /// Stores `round` in this rank's word at each of `to`, which `choose` picks.
   template <class Choose>
   void announce(word kind, std::uint64_t round, native_stream stream, Choose&& choose);
-  void wait_for_word(word kind, std::uint64_t round, rank_id from, std::string_view call,
+  /// `name` is for the error if `from` does not announce.
+  void wait_for_word(word kind, std::uint64_t round, rank_id from, std::string name,
                      native_stream stream);
   void check_blocks(std::span<const outgoing_block> out, std::span<const incoming_block> in) const;
   void compare_blocks(std::span<const outgoing_block> out, std::span<const incoming_block> in);
@@ -79,6 +80,7 @@ struct symmetric_channel::state {
   std::optional<channel_engine> engine;  ///< goes first
   channel_statistics counts;
   std::uint64_t barriers = 0;
+  std::uint64_t barrier_words = 0;
   std::uint64_t exchanges = 0;
   bool closed = false;
 };

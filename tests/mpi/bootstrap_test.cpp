@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "lib/support/environment.hpp"
 #include "tests/mpi/mpi_main.hpp"
 #include "tests/support/bootstrap_contract.hpp"
 
@@ -30,9 +31,13 @@ TEST(mpi_bootstrap, names_ranks_that_do_not_arrive) {
   if (lost->size() > 1) check_absence(*lost, *world());
 }
 
-TEST(mpi_bootstrap, finds_this_node) {
-  EXPECT_EQ(world()->node_count(), 1);
-  EXPECT_EQ(world()->node_rank(), world()->rank().value);
+TEST(mpi_bootstrap, finds_its_nodes) {
+  const auto nodes =  // many_hosts.sh says how many
+      static_cast<int>(environment_integer("EVMM_TEST_NODES", 1, world()->size()).value_or(1));
+  EXPECT_EQ(world()->node_count(), nodes);
+  const int on_each = world()->size() / nodes;
+  EXPECT_EQ(world()->node_ranks().size(), static_cast<std::size_t>(on_each));
+  EXPECT_EQ(world()->node_rank(), world()->rank().value % on_each);
 }
 
 TEST(mpi_bootstrap, two_do_not_mix) {

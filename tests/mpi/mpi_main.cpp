@@ -21,9 +21,14 @@ std::shared_ptr<bootstrap>& world_slot() {
 }
 
 class failure_printer final : public testing::EmptyTestEventListener {
+  // GoogleTest is locked while it reports a part: it cannot be asked which test runs.
+  const testing::TestInfo* running_ = nullptr;
+
+  void OnTestStart(const testing::TestInfo& test) override { running_ = &test; }
+  void OnTestEnd(const testing::TestInfo&) override { running_ = nullptr; }
   void OnTestPartResult(const testing::TestPartResult& result) override {
     if (!result.failed()) return;
-    const auto* test = testing::UnitTest::GetInstance()->current_test_info();
+    const auto* const test = running_;
     std::fprintf(stderr, "[rank %d] %s.%s: %s:%d: %s\n", world()->rank().value,
                  test == nullptr ? "?" : test->test_suite_name(),
                  test == nullptr ? "?" : test->name(),

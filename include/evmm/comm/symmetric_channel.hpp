@@ -122,7 +122,7 @@ class symmetric_channel {
   /// store: it is the one to be named if it does not.
   void wait_signal(rank_id from, signal_word signal, native_stream stream);
   /// Collective: later work of each rank's stream comes after all earlier work of all ranks'
-  /// streams, and after all that was put.
+  /// streams, and what that put is there, whoever put it wherever.
   void barrier(native_stream stream);
   /// Collective: every rank sends a block to every rank, itself too. `out` and `in` are by rank and
   /// match: what rank a sends to b is what b receives from a, at the place that b names. Blocks of
