@@ -44,6 +44,8 @@ channel_engine::~channel_engine() {
     changed_.notify_one();
   }
   thread_.join();
+  // Its stores go to memory that may be unmapped next.
+  log_failure("waiting for a channel's stream", [&] { on_.synchronize(rescue_stream_); });
   log_failure("destroying a channel's stream", [&] { on_.destroy_stream(rescue_stream_); });
 }
 

@@ -5,7 +5,12 @@
 
 #include <evmm/comm/bootstrap.hpp>
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <vector>
 
 namespace evmm::test {
 namespace {
@@ -29,6 +34,21 @@ TEST(mpi_bootstrap, tells_ranks_that_diverge_apart) {
 TEST(mpi_bootstrap, names_ranks_that_do_not_arrive) {
   const auto lost = make_mpi_bootstrap();
   if (lost->size() > 1) check_absence(*lost, *world());
+}
+
+TEST(mpi_bootstrap, names_all_that_do_not_arrive_and_nobody_behind_them) {
+  const auto lost = make_mpi_bootstrap();
+  if (lost->size() < 8) return;
+  const std::vector<int> absent = {1, 2, 6};
+  const int me = lost->rank().value;
+  const auto said = [&] { return thrown_by([&] { lost->barrier("tea"); }); };
+  const auto named = testing::StartsWith(
+      "timed_out: ranks 1, 2 and 6 did not arrive in barrier 'tea' within 0.3 s");
+  lost->set_timeout(std::chrono::milliseconds(300));
+  const bool late = std::find(absent.begin(), absent.end(), me) != absent.end();
+  if (late) world()->barrier("given up");
+  EXPECT_THAT(said(), named);
+  if (!late) world()->barrier("given up");
 }
 
 TEST(mpi_bootstrap, finds_its_nodes) {
