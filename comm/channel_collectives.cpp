@@ -57,7 +57,7 @@ void symmetric_channel::state::barrier(native_stream stream) {
   const std::string name = fmt::format("barrier {}", ++barriers);
   // A word from a rank of another node tells that what it put here has arrived, not what it put to
   // others. Once all have said that they have all words, that has arrived as well.
-  const int turns = ranks.node_count() > 1 ? 2 : 1;
+  const int turns = barrier_turns(ranks.node_count());
   whole([&] {
     for (int turn = 0; turn < turns; ++turn) {
       announce(word::barrier, ++barrier_words, stream, [](rank_id) { return true; });

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "comm/channel_engine.hpp"
+#include "comm/footprint.hpp"
 
 #include <evmm/comm/symmetric_channel.hpp>
 
@@ -18,13 +19,7 @@ namespace evmm {
 struct symmetric_channel::state {
   state(symmetric_region& over, const channel_options& options);
 
-  /// The channel's own words: one of each kind for each rank.
-  enum class word : std::uint8_t {
-    barrier,  ///< the sender came to this round
-    ready,    ///< the sender lets its blocks of this round be written
-    data,     ///< the sender's block of this round is there
-  };
-  static constexpr std::size_t word_kinds = 3;
+  using word = channel_word;
 
   int size() const { return ranks.size(); }
   rank_id me() const { return ranks.rank(); }

@@ -85,7 +85,7 @@ symmetric_channel::state::state(symmetric_region& over, const channel_options& o
   }
   if (link != nullptr) counts.link = link->name();
 
-  const std::size_t words = word_kinds * static_cast<std::size_t>(size()) * k_word;
+  const std::size_t words = channel_word_bytes(static_cast<std::size_t>(size()));
   control.emplace(borrowed(ranks), borrowed(on),
                   symmetric_options{.device = region.device(), .reserve = words});
   control->grow(options.signals, words);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A job of 1,024 ranks, as threads of this process: real handshakes, real exchanges of handles,
 // real growth, of a region each.
+#include "comm/footprint.hpp"
 #include "tests/support/thread_ranks.hpp"
 
 #include <evmm/comm/symmetric_region.hpp>
@@ -33,7 +34,7 @@ std::size_t open_descriptors() {
 /// The descriptors that a rank holds once its region has `segments`: a socket to each other rank of
 /// its node, and, on the host driver alone, one for each handle, its own and theirs.
 std::size_t descriptors_of_a_rank(std::size_t ranks_a_node, std::size_t segments) {
-  return ranks_a_node - 1 + ranks_a_node * segments;
+  return exchange_sockets(ranks_a_node) + segments + imported_handles(ranks_a_node, segments);
 }
 
 TEST(scale, a_thousand_ranks_share_and_grow) {
