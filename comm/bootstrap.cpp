@@ -218,6 +218,11 @@ void bootstrap::agree(std::exception_ptr mine, std::string_view step) {
   throw_error(first.category, std::move(first.info));
 }
 
+std::shared_ptr<node_link> bootstrap::make_link() {
+  throw unsupported("this bootstrap knows no way for bytes to ranks of other nodes",
+                    "use make_mpi_bootstrap, or give channel_options::link");
+}
+
 std::string bootstrap::host_identity() {
   const auto boot = first_line("/proc/sys/kernel/random/boot_id");
   const auto network = link_target("/proc/self/ns/net");

@@ -28,6 +28,21 @@ struct announcement {
 };
 static_assert(std::has_unique_object_representations_v<announcement>);
 
+/// Throws the same on every rank when a node has ranks of several users: memory goes to no other
+/// user's processes.
+void require_one_user(const bootstrap& job, const std::vector<announcement>& everyone) {
+  for (std::size_t r = 0; r < everyone.size(); ++r) {
+    const auto first = static_cast<std::size_t>(
+        std::find(job.nodes().begin(), job.nodes().end(), job.nodes()[r]) - job.nodes().begin());
+    const auto user = everyone[r].where.who.user;
+    const auto other = everyone[first].where.who.user;
+    if (user == other) continue;
+    throw peer_error(fmt::format("rank {} runs as user {}, rank {} of the same node as user {}",
+                                 first, other, r, user),
+                     "start all ranks of a node as one user");
+  }
+}
+
 /// One peer's side of one exchange.
 struct talk {
   std::size_t node_rank = 0;
@@ -260,6 +275,8 @@ handle_exchange::handle_exchange(std::shared_ptr<bootstrap> ranks, std::shared_p
   if (shared.size() != secret.size()) throw peer_error("rank 0 sent no secret");
   std::copy(shared.begin(), shared.end(), secret.begin());
   const auto everyone = job.all_gather_value(mine, "handle exchange: announce");
+
+  require_one_user(job, everyone);
 
   std::vector<endpoint> node;
   bool fabric = true;

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "comm/footprint.hpp"
 #include "comm/symmetric_state.hpp"
 #include "lib/memory/region_rules.hpp"
 #include "lib/support/format.hpp"
@@ -88,7 +89,7 @@ void symmetric_region::state::reserve_addresses(bool same_wanted) {
                                "lower `reserve`");
       }
       range.reset();
-      range.emplace(*on, node_ranks * limits.reserved, limits.granularity, hint);
+      range.emplace(*on, region_addresses(node_ranks, limits.reserved), limits.granularity, hint);
     });
     const auto bases = ranks->all_gather_value(range->base(), "symmetric_region: compare bases");
     same_address = std::all_of(bases.begin(), bases.end(),

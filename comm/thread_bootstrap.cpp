@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/ranks_text.hpp"
+#include "comm/thread_link.hpp"
 #include "comm/wire.hpp"
 
 #include <evmm/comm/bootstrap.hpp>
@@ -41,6 +42,14 @@ class meeting {
     throw_lost();
   }
 
+  /// The post office of the nth link that a rank makes.
+  std::shared_ptr<post_office> office(std::size_t nth) {
+    const std::lock_guard lock(mutex_);
+    while (offices_.size() <= nth)
+      offices_.push_back(std::make_shared<post_office>(posted_.size()));
+    return offices_[nth];
+  }
+
   void leave(int rank) {
     const std::lock_guard lock(mutex_);
     left_[static_cast<std::size_t>(rank)] = true;
@@ -78,6 +87,7 @@ class meeting {
   std::condition_variable changed_;
   std::vector<std::optional<byte_vector>> posted_;
   std::vector<bool> left_;
+  std::vector<std::shared_ptr<post_office>> offices_;
   std::shared_ptr<const std::vector<byte_vector>> published_;
   std::uint64_t generation_ = 0;
   std::optional<wire_error> lost_;  ///< set once; everybody who comes later throws it too
@@ -91,6 +101,10 @@ class thread_bootstrap final : public bootstrap {
   }
   ~thread_bootstrap() override { where_->leave(rank().value); }
 
+  std::shared_ptr<node_link> make_link() override {
+    return std::make_shared<thread_link>(rank(), where_->office(links_made_++));
+  }
+
  private:
   std::vector<byte_vector> gather(std::span<const std::byte> mine,
                                   std::chrono::steady_clock::time_point deadline,
@@ -99,6 +113,7 @@ class thread_bootstrap final : public bootstrap {
   }
 
   std::shared_ptr<meeting> where_;
+  std::size_t links_made_ = 0;
 };
 
 }  // namespace

@@ -60,6 +60,7 @@ class wire_reader {
     const auto bytes = take(size);
     return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
   }
+  std::span<const std::byte> get_bytes(std::size_t size) { return take(size); }
   /// Everything not yet read.
   std::span<const std::byte> rest() { return take(left_.size()); }
 

@@ -127,6 +127,17 @@ run_preset() {
   skipped=$((skipped + s))
 }
 
+# For tests on several hosts, which are namespaces of this machine. Where systemd runs, installing
+# the server would start it for everybody; those tests then say what is missing.
+evmm_packages+='
+iproute2             program ip
+openssh-client       program ssh
+'
+if [ ! -d /run/systemd/system ]; then
+  evmm_packages+='
+openssh-server       program sshd
+'
+fi
 ensure_packages
 mpi_environment
 skip_lines=()

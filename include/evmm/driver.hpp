@@ -246,6 +246,16 @@ class driver {
   virtual void copy(address to, address from, std::size_t bytes, native_stream stream) = 0;
   /// Sets each byte.
   virtual void fill(address at, std::byte value, std::size_t bytes, native_stream stream) = 0;
+  /// Stores a 64-bit word in stream order, after all earlier work of the stream is visible to every
+  /// device and CPU that sees it. `at` is a multiple of 8: mapped memory, this device's, a peer's
+  /// or the host's, or page-locked memory. Throws unsupported where the device has no such
+  /// operation (CUDA: cuStreamWriteValue64; every device of compute capability 7.0 has it).
+  virtual void store_word(address at, std::uint64_t value, native_stream stream) = 0;
+  /// Later work of `stream` waits until the word at `at` is at least `least`, and then sees what
+  /// was written before it was stored; otherwise as store_word. As CUDA compares
+  /// (cuStreamWaitValue64): the difference, taken as signed, is not negative. Nothing ends the wait
+  /// but a store: not a deadline, and destroying neither the stream nor the driver.
+  virtual void wait_word(address at, std::uint64_t least, native_stream stream) = 0;
   /// Runs `function` on a host thread in stream order. It may not call the driver; on the host
   /// driver this is also how "kernels" run.
   virtual void launch(native_stream stream, std::function<void()> function) = 0;

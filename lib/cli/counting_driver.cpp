@@ -114,6 +114,12 @@ void counting_driver::copy(address to, address from, std::size_t bytes, native_s
 void counting_driver::fill(address at, std::byte value, std::size_t bytes, native_stream stream) {
   counted([&] { inner_->fill(at, value, bytes, stream); });
 }
+void counting_driver::store_word(address at, std::uint64_t value, native_stream stream) {
+  counted([&] { inner_->store_word(at, value, stream); });
+}
+void counting_driver::wait_word(address at, std::uint64_t least, native_stream stream) {
+  counted([&] { inner_->wait_word(at, least, stream); });
+}
 void counting_driver::launch(native_stream stream, std::function<void()> function) {
   counted([&] { inner_->launch(stream, std::move(function)); });
 }

@@ -53,6 +53,8 @@ class counting_driver final : public driver {
   void wait(native_stream stream, native_event event) override;
   void copy(address to, address from, std::size_t bytes, native_stream stream) override;
   void fill(address at, std::byte value, std::size_t bytes, native_stream stream) override;
+  void store_word(address at, std::uint64_t value, native_stream stream) override;
+  void wait_word(address at, std::uint64_t least, native_stream stream) override;
   void launch(native_stream stream, std::function<void()> function) override;
   capture_info capture(native_stream stream) const override;
   std::vector<process_usage> processes(device_id device) const override;

@@ -3,6 +3,7 @@
 #include "tests/support/driver_memory_contract.hpp"
 #include "tests/support/driver_pool_contract.hpp"
 #include "tests/support/driver_stream_contract.hpp"
+#include "tests/support/driver_word_contract.hpp"
 #include "tests/support/pinned_contract.hpp"
 
 #include <gtest/gtest.h>
@@ -19,6 +20,7 @@ INSTANTIATE_TEST_SUITE_P(drivers, driver_capture_contract, ::testing::Values(k_c
 INSTANTIATE_TEST_SUITE_P(drivers, driver_memory_contract, ::testing::Values(k_cuda), k_name);
 INSTANTIATE_TEST_SUITE_P(drivers, driver_pool_contract, ::testing::Values(k_cuda), k_name);
 INSTANTIATE_TEST_SUITE_P(drivers, driver_stream_contract, ::testing::Values(k_cuda), k_name);
+INSTANTIATE_TEST_SUITE_P(drivers, driver_word_contract, ::testing::Values(k_cuda), k_name);
 INSTANTIATE_TEST_SUITE_P(drivers, pinned_contract, ::testing::Values(k_cuda), k_name);
 
 }  // namespace

@@ -1,10 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "lib/support/environment.hpp"
 #include "tests/mpi/mpi_main.hpp"
 #include "tests/support/bootstrap_contract.hpp"
 
 #include <evmm/comm/bootstrap.hpp>
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <vector>
 
 namespace evmm::test {
 namespace {
@@ -30,9 +36,28 @@ TEST(mpi_bootstrap, names_ranks_that_do_not_arrive) {
   if (lost->size() > 1) check_absence(*lost, *world());
 }
 
-TEST(mpi_bootstrap, finds_this_node) {
-  EXPECT_EQ(world()->node_count(), 1);
-  EXPECT_EQ(world()->node_rank(), world()->rank().value);
+TEST(mpi_bootstrap, names_all_that_do_not_arrive_and_nobody_behind_them) {
+  const auto lost = make_mpi_bootstrap();
+  if (lost->size() < 8) return;
+  const std::vector<int> absent = {1, 2, 6};
+  const int me = lost->rank().value;
+  const auto said = [&] { return thrown_by([&] { lost->barrier("tea"); }); };
+  const auto named = testing::StartsWith(
+      "timed_out: ranks 1, 2 and 6 did not arrive in barrier 'tea' within 0.3 s");
+  lost->set_timeout(std::chrono::milliseconds(300));
+  const bool late = std::find(absent.begin(), absent.end(), me) != absent.end();
+  if (late) world()->barrier("given up");
+  EXPECT_THAT(said(), named);
+  if (!late) world()->barrier("given up");
+}
+
+TEST(mpi_bootstrap, finds_its_nodes) {
+  const auto nodes =  // many_hosts.sh says how many
+      static_cast<int>(environment_integer("EVMM_TEST_NODES", 1, world()->size()).value_or(1));
+  EXPECT_EQ(world()->node_count(), nodes);
+  const int on_each = world()->size() / nodes;
+  EXPECT_EQ(world()->node_ranks().size(), static_cast<std::size_t>(on_each));
+  EXPECT_EQ(world()->node_rank(), world()->rank().value % on_each);
 }
 
 TEST(mpi_bootstrap, two_do_not_mix) {

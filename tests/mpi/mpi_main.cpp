@@ -21,9 +21,14 @@ std::shared_ptr<bootstrap>& world_slot() {
 }
 
 class failure_printer final : public testing::EmptyTestEventListener {
+  // GoogleTest is locked while it reports a part: it cannot be asked which test runs.
+  const testing::TestInfo* running_ = nullptr;
+
+  void OnTestStart(const testing::TestInfo& test) override { running_ = &test; }
+  void OnTestEnd(const testing::TestInfo&) override { running_ = nullptr; }
   void OnTestPartResult(const testing::TestPartResult& result) override {
     if (!result.failed()) return;
-    const auto* test = testing::UnitTest::GetInstance()->current_test_info();
+    const auto* const test = running_;
     std::fprintf(stderr, "[rank %d] %s.%s: %s:%d: %s\n", world()->rank().value,
                  test == nullptr ? "?" : test->test_suite_name(),
                  test == nullptr ? "?" : test->name(),
@@ -38,6 +43,15 @@ void name_report_by_rank() {
   const char* rank = std::getenv("OMPI_COMM_WORLD_RANK");
   if (folder == nullptr || rank == nullptr || !std::string_view(folder).ends_with('/')) return;
   GTEST_FLAG_SET(output, folder + ("rank" + std::string(rank) + ".xml"));
+}
+
+// Ranks of one machine that are to count as several nodes: so many each.
+void pretend_nodes() {
+  const char* ranks_a_node = std::getenv("EVMM_TEST_RANKS_A_NODE");
+  const char* rank = std::getenv("OMPI_COMM_WORLD_RANK");
+  if (ranks_a_node == nullptr || rank == nullptr) return;
+  const std::string node = std::to_string(std::atoi(rank) / std::atoi(ranks_a_node));
+  setenv("EVMM_HOST_ID", node.c_str(), 1);
 }
 
 int run() {
@@ -63,6 +77,7 @@ int main(int argc, char** argv) {
   // A rank that fails in the middle of a collective call must not hold the others for long.
   setenv("EVMM_TIMEOUT_MS", "20000", 0);
   evmm::test::name_report_by_rank();
+  evmm::test::pretend_nodes();
   testing::InitGoogleTest(&argc, argv);
   int code = 1;
   try {

@@ -21,7 +21,7 @@
 #include <string>
 #include <vector>
 
-// What a driver promises, in driver_{memory,pool,stream,capture}_contract.hpp: written against
+// What a driver promises, in driver_{memory,pool,stream,word,capture}_contract.hpp: written against
 // `driver` alone, instantiated for the host driver in tests/unit and for CUDA in tests/gpu.
 // The CPU never touches device memory here; host memory it touches where access was granted.
 

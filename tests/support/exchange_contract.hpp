@@ -97,9 +97,11 @@ inline void check_exchange(bootstrap& ranks, driver& on, handle_exchange& exchan
   ranks.barrier("read");
 }
 
-/// The last rank has memory that cannot be shared: all throw, and the next exchange works.
+/// The last rank of each node has memory that cannot be shared: all of the node throw, and the next
+/// exchange works.
 inline void check_refusal(bootstrap& ranks, driver& on, handle_exchange& exchange) {
-  const int last = ranks.size() - 1;
+  if (ranks.node_ranks().size() == 1) return check_exchange(ranks, on, exchange, 1);
+  const int last = ranks.node_ranks().back().value;
   const bool fails = ranks.rank().value == last;
   const auto mine = some_memory(on, 3, fails ? share_kind::none : exchange.transport());
   const auto text = thrown_by([&] { exchange.exchange(pointers(mine)); });

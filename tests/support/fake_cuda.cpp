@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include <sched.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -119,6 +120,8 @@ FAKE_API void fake_destroy_graph(graph_entry* graph) {
 #undef cuGetProcAddress
 #undef cuMemHostRegister
 #undef cuGraphNodeGetDependencies
+#undef cuStreamWriteValue64
+#undef cuStreamWaitValue64
 
 namespace {
 
@@ -441,6 +444,21 @@ CUresult fill(CUdeviceptr at, unsigned char value, std::size_t bytes, CUstream s
   std::memset(reinterpret_cast<void*>(at), value, bytes);
   return CUDA_SUCCESS;
 }
+/// Nothing else runs on a stream that runs its work where it is enqueued: who stores is another
+/// thread, or has stored already.
+CUresult write_value(CUstream stream, CUdeviceptr at, cuuint64_t value, unsigned flags) {
+  if (flags != CU_STREAM_WRITE_VALUE_DEFAULT || at % 8 != 0) return CUDA_ERROR_INVALID_VALUE;
+  if (const CUresult result = need_context(stream); result != CUDA_SUCCESS) return result;
+  __atomic_store_n(reinterpret_cast<cuuint64_t*>(at), value, __ATOMIC_RELEASE);
+  return CUDA_SUCCESS;
+}
+CUresult wait_value(CUstream stream, CUdeviceptr at, cuuint64_t least, unsigned flags) {
+  if (flags != CU_STREAM_WAIT_VALUE_GEQ || at % 8 != 0) return CUDA_ERROR_INVALID_VALUE;
+  if (const CUresult result = need_context(stream); result != CUDA_SUCCESS) return result;
+  const auto* const word = reinterpret_cast<const cuuint64_t*>(at);
+  while (static_cast<long long>(__atomic_load_n(word, __ATOMIC_ACQUIRE) - least) < 0) sched_yield();
+  return CUDA_SUCCESS;
+}
 CUresult launch_host(CUstream stream, CUhostFn function, void* data) {
   if (const CUresult result = need_context(stream); result != CUDA_SUCCESS) return result;
   if (stream != nullptr && entry_of(stream)->capture != nullptr) {
@@ -528,6 +546,8 @@ const std::map<std::string, void*> k_functions = {
     {"cuEventSynchronize", untyped(event_synchronize)},
     {"cuMemcpyAsync", untyped(copy)},
     {"cuMemsetD8Async", untyped(fill)},
+    {"cuStreamWriteValue64", untyped(write_value)},
+    {"cuStreamWaitValue64", untyped(wait_value)},
     {"cuLaunchHostFunc", untyped(launch_host)},
     {"cuUserObjectCreate", untyped(user_object_create)},
     {"cuUserObjectRelease", untyped(user_object_release)},

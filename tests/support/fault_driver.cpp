@@ -76,6 +76,10 @@ const char* to_string(driver_call call) {
       return "copy";
     case driver_call::fill:
       return "fill";
+    case driver_call::store_word:
+      return "store_word";
+    case driver_call::wait_word:
+      return "wait_word";
     case driver_call::launch:
       return "launch";
   }
@@ -305,6 +309,12 @@ class fault_driver_impl final : public fault_driver {
   }
   void fill(address at, std::byte value, std::size_t bytes, native_stream stream) override {
     call(driver_call::fill, [&] { inner_->fill(at, value, bytes, stream); });
+  }
+  void store_word(address at, std::uint64_t value, native_stream stream) override {
+    call(driver_call::store_word, [&] { inner_->store_word(at, value, stream); });
+  }
+  void wait_word(address at, std::uint64_t least, native_stream stream) override {
+    call(driver_call::wait_word, [&] { inner_->wait_word(at, least, stream); });
   }
   void launch(native_stream stream, std::function<void()> function) override {
     call(driver_call::launch, [&] { inner_->launch(stream, std::move(function)); });

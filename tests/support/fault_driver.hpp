@@ -46,6 +46,8 @@ enum class driver_call {
   trim_async,
   copy,
   fill,
+  store_word,
+  wait_word,
   launch,
 };
 const char* to_string(driver_call call);

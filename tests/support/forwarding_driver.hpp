@@ -81,6 +81,12 @@ class forwarding_driver : public driver {
   void fill(address at, std::byte value, std::size_t bytes, native_stream stream) override {
     inner_->fill(at, value, bytes, stream);
   }
+  void store_word(address at, std::uint64_t value, native_stream stream) override {
+    inner_->store_word(at, value, stream);
+  }
+  void wait_word(address at, std::uint64_t least, native_stream stream) override {
+    inner_->wait_word(at, least, stream);
+  }
   void launch(native_stream stream, std::function<void()> function) override {
     inner_->launch(stream, std::move(function));
   }

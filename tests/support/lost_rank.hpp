@@ -24,19 +24,22 @@ enum class death { at_its_export, at_its_import };
 /// Kills its process, as the kernel does when memory runs out, at one call.
 class deadly_driver final : public forwarding_driver {
  public:
-  deadly_driver(std::shared_ptr<driver> inner, death when)
-      : forwarding_driver(std::move(inner)), when_(when) {}
+  /// `exports` before the exchange in which it dies.
+  deadly_driver(std::shared_ptr<driver> inner, death when, int exports = 0)
+      : forwarding_driver(std::move(inner)), when_(when), exports_(exports) {}
   unique_fd export_fd(allocation_handle handle) override {
-    if (when_ == death::at_its_export) std::raise(SIGKILL);
+    if (when_ == death::at_its_export && exports_ == 0) std::raise(SIGKILL);
+    --exports_;
     return forwarding_driver::export_fd(handle);
   }
   allocation_handle import_fd(int fd, const allocation_request& request) override {
-    if (when_ == death::at_its_import) std::raise(SIGKILL);
+    if (when_ == death::at_its_import && exports_ < 0) std::raise(SIGKILL);
     return forwarding_driver::import_fd(fd, request);
   }
 
  private:
   death when_;
+  int exports_;
 };
 
 /// One rank of a job in which `victim` dies. Returns what is wrong with how the rank saw it, empty

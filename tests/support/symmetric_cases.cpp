@@ -56,6 +56,24 @@ void grows_and_is_reached_by_every_peer(const rank_context& at) {
   region.close();
 }
 
+void handles_stay_within_the_node(const rank_context& outer) {
+  rank_context at = outer;
+  const auto counting = fault_driver::make(outer.on);
+  at.on = counting;
+  auto region = at.make();
+  counting->clear_record();
+  region.grow(tier::device, at.granule());
+  region.grow(tier::host, at.granule());
+  const auto calls = counting->record_of_calls();
+  const auto count = [&](driver_call kind) {
+    return static_cast<std::size_t>(std::count(calls.begin(), calls.end(), kind));
+  };
+  // Two handles from each other rank of the node, and not a single one from any other host.
+  EXPECT_EQ(count(driver_call::import_fd) + count(driver_call::import_fabric),
+            2 * (at.ranks->node_ranks().size() - 1));
+  region.close();
+}
+
 void stores_into_a_peers_part_arrive(const rank_context& at) {
   auto region = at.make();
   region.grow(tier::device, at.granule());
@@ -321,6 +339,7 @@ const std::vector<symmetric_case>& symmetric_cases() {
   { #name, &name }
   static const std::vector<symmetric_case> all = {
       EVMM_CASE(grows_and_is_reached_by_every_peer),
+      EVMM_CASE(handles_stay_within_the_node),
       EVMM_CASE(stores_into_a_peers_part_arrive),
       EVMM_CASE(tiers_may_differ_by_rank),
       EVMM_CASE(migrates_with_contents_even_on_some_ranks_only),

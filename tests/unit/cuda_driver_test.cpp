@@ -359,6 +359,23 @@ TEST(cuda_driver, stream_ordered_memory_is_kept_by_the_device_s_pool) {
   });
 }
 
+TEST(cuda_driver, streams_store_and_wait_for_words) {
+  in_child({}, [] {
+    const auto on = make_cuda_driver();
+    const native_stream stream = on->create_stream(device_id{1});
+    const address at = on->allocate_pinned(4096);
+    on->store_word(at + 8, 41, stream);
+    on->wait_word(at + 8, 40, stream);
+    EXPECT_EQ(reinterpret_cast<const std::uint64_t*>(at)[1], 41u);
+    EXPECT_THAT(refusal<invalid_argument>([&] { on->store_word(at + 4, 1, stream); }),
+                HasSubstr("aligned to 8"));
+    EXPECT_THAT(refusal<invalid_argument>([&] { on->wait_word(0, 1, stream); }), HasSubstr("null"));
+    on->free_pinned(at);
+    on->destroy_stream(stream);
+    EXPECT_EQ(fake<int()>("fake_stack_depth")(), 0);
+  });
+}
+
 TEST(cuda_driver, nobody_is_told_to_use_a_device_without_nvml) {
   in_child({}, [] {
     const auto on = make_cuda_driver();

@@ -3,6 +3,7 @@
 #include "tests/support/driver_memory_contract.hpp"
 #include "tests/support/driver_pool_contract.hpp"
 #include "tests/support/driver_stream_contract.hpp"
+#include "tests/support/driver_word_contract.hpp"
 #include "tests/support/pinned_contract.hpp"
 
 #include <evmm/host_driver.hpp>
@@ -30,6 +31,7 @@ INSTANTIATE_TEST_SUITE_P(drivers, driver_capture_contract, k_drivers, k_name);
 INSTANTIATE_TEST_SUITE_P(drivers, driver_memory_contract, k_drivers, k_name);
 INSTANTIATE_TEST_SUITE_P(drivers, driver_pool_contract, k_drivers, k_name);
 INSTANTIATE_TEST_SUITE_P(drivers, driver_stream_contract, k_drivers, k_name);
+INSTANTIATE_TEST_SUITE_P(drivers, driver_word_contract, k_drivers, k_name);
 INSTANTIATE_TEST_SUITE_P(drivers, pinned_contract, k_drivers, k_name);
 
 }  // namespace

@@ -1,59 +1,76 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tests/support/lost_rank.hpp"
+#include "tests/support/lost_growth.hpp"
+#include "tests/support/rank_processes.hpp"
 
-#include "tests/support/directory_store.hpp"
+#include <evmm/units.hpp>
 
 #include <gtest/gtest.h>
 
-#include <cstdio>
+#include <functional>
+#include <memory>
+#include <string>
 #include <vector>
-
-#include <sys/wait.h>
-#include <unistd.h>
 
 namespace evmm::test {
 namespace {
 
-/// Ranks as processes without an mpirun that would end them all.
-void lose_a_rank(int size, rank_id victim, death when) {
-  const directory_store store;
-  std::vector<pid_t> processes;
+using namespace evmm::units;
+
+/// Runs `sees` as each rank and returns what is wrong with how they ended: the victim is killed,
+/// and the others find nothing wrong.
+std::string lose_a_rank(int size, rank_id victim,
+                        const std::function<std::string(const std::shared_ptr<bootstrap>&)>& sees) {
+  const auto ends = run_processes(size, sees);
+  std::string wrong;
   for (int rank = 0; rank < size; ++rank) {
-    const pid_t child = ::fork();
-    ASSERT_GE(child, 0);
-    if (child != 0) {
-      processes.push_back(child);
-      continue;
-    }
-    // Nothing of the test program runs here: not its clean-up, nor the rest of its tests.
-    std::string wrong;
-    try {
-      wrong = see_a_rank_die(make_store_bootstrap(rank_id{rank}, size, store.face()), victim, when);
-    } catch (const std::exception& failure) {
-      wrong = failure.what();
-    }
-    if (!wrong.empty()) std::fprintf(stderr, "rank %d: %s\n", rank, wrong.c_str());
-    ::_exit(wrong.empty() ? 0 : 1);
+    const std::string& end = ends[static_cast<std::size_t>(rank)];
+    const std::string expected = rank == victim.value ? "killed by signal 9" : "";
+    if (end != expected) wrong += "rank " + std::to_string(rank) + ": '" + end + "'; ";
   }
-  for (int rank = 0; rank < size; ++rank) {
-    int status = 0;
-    ASSERT_EQ(::waitpid(processes[static_cast<std::size_t>(rank)], &status, 0),
-              processes[static_cast<std::size_t>(rank)]);
-    if (rank == victim.value) {
-      EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
-    } else {
-      EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "rank " << rank;
-    }
-  }
+  return wrong;
+}
+
+std::string lose_in_exchange(int size, rank_id victim, death when) {
+  return lose_a_rank(size, victim,
+                     [=](const auto& ranks) { return see_a_rank_die(ranks, victim, when); });
 }
 
 TEST(lost_rank, is_named_by_all_others_when_it_shared_nothing) {
-  lose_a_rank(2, rank_id{0}, death::at_its_export);
-  lose_a_rank(4, rank_id{2}, death::at_its_export);
+  EXPECT_EQ(lose_in_exchange(2, {0}, death::at_its_export), "");
+  EXPECT_EQ(lose_in_exchange(4, {2}, death::at_its_export), "");
 }
 
 TEST(lost_rank, is_named_by_all_others_when_it_shared_everything) {
-  lose_a_rank(4, rank_id{0}, death::at_its_import);
+  EXPECT_EQ(lose_in_exchange(4, {0}, death::at_its_import), "");
+}
+
+TEST(lost_rank, a_growth_names_it_at_each_step_and_leaves_nothing) {
+  constexpr int size = 8;
+  // All side by side: most of the time they wait for their deadline.
+  std::vector<forked_process> jobs;
+  for (const growth_death& when : growth_deaths()) {
+    const rank_id victim{static_cast<int>(jobs.size()) % size};
+    jobs.emplace_back([&]() -> std::string {
+      const bool alone = move_out(64_MiB);
+      const auto wrong = lose_a_rank(size, victim, [&](const auto& ranks) {
+        return see_a_growth_lose_a_rank(ranks, victim, when);
+      });
+      return wrong + (alone ? left_behind() : k_cannot);
+    });
+  }
+  bool looked = true;
+  for (std::size_t i = 0; i < jobs.size(); ++i) {
+    const auto end = jobs[i].end();
+    if (end == k_cannot) {
+      looked = false;
+    } else {
+      EXPECT_EQ(end, "") << "killed at " << growth_deaths()[i].name;
+    }
+  }
+  if (!looked) {
+    GTEST_SKIP() << "all ranks saw it; what they left cannot be told from what others leave: no "
+                    "namespaces may be made here";
+  }
 }
 
 }  // namespace

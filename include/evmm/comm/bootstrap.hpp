@@ -22,6 +22,8 @@ struct ompi_communicator_t;  // MPI_Comm of Open MPI points to one
 
 namespace [[gnu::visibility("default")]] evmm {
 
+class node_link;
+
 /// How ranks find each other and agree before they share memory. One primitive, all_gather, is all
 /// that an implementation gives; the rest is built on it, here.
 ///
@@ -80,6 +82,11 @@ class bootstrap {
   /// process id the other), never the host name. EVMM_HOST_ID, when set, is appended: ranks with
   /// different values count as different nodes. Throws unsupported without /proc.
   static std::string host_identity();
+
+  /// A way for bytes to ranks of other nodes, beside the bootstrap and independent of it. Over MPI
+  /// it takes MPI_THREAD_MULTIPLE, which make_mpi_bootstrap asks for when it initialises MPI.
+  /// Collective. Throws unsupported where there is none: over a store or a callback.
+  virtual std::shared_ptr<node_link> make_link();
 
  protected:
   bootstrap(rank_id rank, int size);

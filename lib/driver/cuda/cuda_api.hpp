@@ -65,6 +65,8 @@ namespace evmm {
   entry(event_synchronize, cuEventSynchronize, 2000)                           \
   entry(memcpy_async, cuMemcpyAsync, 4000)                                     \
   entry(memset_d8_async, cuMemsetD8Async, 3020)                                \
+  entry(stream_write_value, cuStreamWriteValue64, 11070)                       \
+  entry(stream_wait_value, cuStreamWaitValue64, 11070)                         \
   entry(launch_host_func, cuLaunchHostFunc, 10000)                             \
   entry(user_object_create, cuUserObjectCreate, 11030)                         \
   entry(user_object_release, cuUserObjectRelease, 11030)                       \

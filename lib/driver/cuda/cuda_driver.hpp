@@ -76,6 +76,8 @@ class cuda_driver final : public driver {
 
   void copy(address to, address from, std::size_t bytes, native_stream stream) override;
   void fill(address at, std::byte value, std::size_t bytes, native_stream stream) override;
+  void store_word(address at, std::uint64_t value, native_stream stream) override;
+  void wait_word(address at, std::uint64_t least, native_stream stream) override;
   void launch(native_stream stream, std::function<void()> function) override;
   capture_info capture(native_stream stream) const override;
   std::vector<graph_node> capture_frontier(native_stream stream) const override;

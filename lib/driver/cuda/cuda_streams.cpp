@@ -24,6 +24,13 @@ void check_address(address at, const char* what) {
   if (at == 0) throw invalid_argument(fmt::format("the address to {} is null", what));
 }
 
+void check_word(address at) {
+  check_address(at, "store or wait for");
+  if (at % sizeof(std::uint64_t) != 0) {
+    throw invalid_argument(fmt::format("the word at {} is not aligned to 8", format_address(at)));
+  }
+}
+
 graph_node node_of(CUgraphNode node) {
   return graph_node{reinterpret_cast<std::uintptr_t>(node)};
 }
@@ -154,6 +161,22 @@ void cuda_driver::fill(address at, std::byte value, std::size_t bytes, native_st
     at += piece;
     bytes -= piece;
   }
+}
+
+void cuda_driver::store_word(address at, std::uint64_t value, native_stream stream) {
+  check_caller();
+  check_word(at);
+  const auto current = context_scope::of(contexts_, stream);
+  check(api_, api_.stream_write_value(stream, at, value, CU_STREAM_WRITE_VALUE_DEFAULT),
+        [&] { return fmt::format("store the word at {} in stream order", format_address(at)); });
+}
+
+void cuda_driver::wait_word(address at, std::uint64_t least, native_stream stream) {
+  check_caller();
+  check_word(at);
+  const auto current = context_scope::of(contexts_, stream);
+  check(api_, api_.stream_wait_value(stream, at, least, CU_STREAM_WAIT_VALUE_GEQ),
+        [&] { return fmt::format("make a stream wait for the word at {}", format_address(at)); });
 }
 
 void cuda_driver::launch(native_stream stream, std::function<void()> function) {

@@ -7,6 +7,7 @@
 #include "lib/driver/host/stream_table.hpp"
 #include "lib/support/fork_guard.hpp"
 #include "lib/support/format.hpp"
+#include "lib/support/patience.hpp"
 
 #include <evmm/error.hpp>
 #include <evmm/host_driver.hpp>
@@ -15,6 +16,7 @@
 #include <fmt/format.h>
 
 #include <cerrno>
+#include <cstdint>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -34,7 +36,7 @@ using host::stream_table;
 /// that was unmapped meanwhile is a fault there.
 template <class Error>
 void check_touch(const memory_table& memory, address at, std::size_t bytes, access_kind need) {
-  if (at == 0) throw invalid_argument("the address of a copy or fill is null");
+  if (at == 0) throw invalid_argument("the address is null");
   if (auto why = memory.why_untouchable(at, bytes, need)) {
     throw Error(std::move(*why), "map the range and set access first, and unmap it after its use",
                 EFAULT);
@@ -274,6 +276,26 @@ class host_driver_impl final : public host_driver {
       std::memset(reinterpret_cast<void*>(at), std::to_integer<int>(value), bytes);
     });
   }
+  void store_word(address at, std::uint64_t value, native_stream stream) override {
+    check_caller();
+    check_word(at, access_kind::read_write);
+    streams_->enqueue(stream, [memory = memory_, at, value] {
+      check_touch<driver_error>(*memory, at, sizeof value, access_kind::read_write);
+      __atomic_store_n(reinterpret_cast<std::uint64_t*>(at), value, __ATOMIC_RELEASE);
+    });
+  }
+  void wait_word(address at, std::uint64_t least, native_stream stream) override {
+    check_caller();
+    check_word(at, access_kind::read);
+    streams_->enqueue(stream, [memory = memory_, at, least] {
+      check_touch<driver_error>(*memory, at, sizeof least, access_kind::read);
+      const auto* const word = reinterpret_cast<const std::uint64_t*>(at);
+      const auto ahead = [&] {
+        return static_cast<std::int64_t>(__atomic_load_n(word, __ATOMIC_ACQUIRE) - least);
+      };
+      for (patience wait; ahead() < 0;) wait.spend();
+    });
+  }
   void launch(native_stream stream, std::function<void()> function) override {
     check_caller();
     if (!function) throw invalid_argument("an empty function cannot be launched");
@@ -313,6 +335,12 @@ class host_driver_impl final : public host_driver {
       throw invalid_argument("a function launched on a stream called the driver",
                              "call it from the thread that launches");
     }
+  }
+  void check_word(address at, access_kind need) const {
+    if (at % sizeof(std::uint64_t) != 0) {
+      throw invalid_argument(fmt::format("the word at {} is not aligned to 8", format_address(at)));
+    }
+    check_touch<invalid_argument>(*memory_, at, sizeof(std::uint64_t), need);
   }
   void check(device_id device) const {
     check_caller();

@@ -1,0 +1,302 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "comm/courier.hpp"
+
+#include "lib/support/format.hpp"
+
+#include <evmm/error.hpp>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <set>
+#include <utility>
+
+namespace evmm {
+
+namespace {
+constexpr std::size_t k_head = sizeof(message_head);
+}  // namespace
+
+courier::courier(driver& on, std::shared_ptr<node_link> link, const own_parts& own,
+                 const settings& how)
+    : on_(on),
+      link_(std::move(link)),
+      own_(own),
+      chunk_bytes_(how.chunk_bytes),
+      out_(on, how.device, k_head + how.chunk_bytes, how.chunks),
+      in_(on, how.device, k_head + how.chunk_bytes, how.chunks),
+      put_before_(on, how.device) {}
+
+courier::~courier() {
+  // What was not handed to the link, or is over with it, needs its memory no more.
+  for (const parcel& waiting : staged_) {
+    if (waiting.chunk) out_.give(*waiting.chunk);
+  }
+  for (const delivery& message : receiving_) {
+    if (message.chunk && message.complete) in_.give(*message.chunk);
+  }
+  for (const applied& copying : applied_) in_.give(copying.chunk);
+}
+
+// --- out ----------------------------------------------------------------------------------------
+
+bool courier::stage(rank_id to, message_head head, address from, std::size_t* left) {
+  parcel next{.to = to, .left = left};
+  const bool bytes = head.what != message_head::get && head.bytes > 0;
+  if (bytes) {
+    next.chunk = out_.take();
+    if (!next.chunk) return false;
+    next.size = k_head + head.bytes;
+    std::memcpy(next.chunk->at, &head, k_head);
+  } else {
+    next.alone = wire_writer().put(head).take();
+  }
+  staged_.push_back(std::move(next));
+  if (left != nullptr) ++*left;
+  if (bytes) {
+    const staging_chunk& chunk = *staged_.back().chunk;
+    on_.copy(reinterpret_cast<address>(chunk.at + k_head), from, head.bytes, out_.stream());
+    on_.record(chunk.copied, out_.stream());
+  }
+  return true;
+}
+
+bool courier::send(outgoing& put) {
+  bool moved = false;
+  for (; put.piece < put.pieces.size(); ++put.piece, put.staged = 0, --put.left) {
+    const far_piece& piece = put.pieces[put.piece];
+    do {
+      const std::size_t bytes = std::min(chunk_bytes_, piece.bytes - put.staged);
+      message_head head{
+          .what = message_head::put, .offset = piece.offset + put.staged, .bytes = bytes};
+      if (piece.signal && put.staged + bytes == piece.bytes) {
+        head.signals = piece.control ? message_head::control : message_head::data;
+        head.signal_offset = piece.signal->offset;
+        head.signal_value = piece.signal->value;
+      }
+      if (!stage(piece.to, head, piece.from + put.staged, &put.left)) return moved;
+      put.staged += bytes;
+      moved = true;
+    } while (put.staged < piece.bytes);
+  }
+  return moved;
+}
+
+void courier::ask(incoming& get) {
+  get.since = clock::now();
+  const std::uint64_t id = next_id_++;
+  asked_.emplace(id, &get);
+  stage(get.from, {.what = message_head::get, .offset = get.offset, .bytes = get.bytes, .id = id},
+        0, nullptr);
+}
+
+bool courier::answer() {
+  bool moved = false;
+  while (!answers_.empty()) {
+    answering& now = answers_.front();
+    const std::size_t bytes = std::min(chunk_bytes_, now.bytes - now.staged);
+    if (!stage(now.to,
+               {.what = message_head::answer, .offset = now.staged, .bytes = bytes, .id = now.id},
+               own_.data.base + now.offset + now.staged, nullptr)) {
+      break;
+    }
+    moved = true;
+    now.staged += bytes;
+    if (now.staged == now.bytes) answers_.pop_front();
+  }
+  return moved;
+}
+
+bool courier::post() {
+  bool moved = false;
+  while (!staged_.empty() && (!staged_.front().chunk || on_.done(staged_.front().chunk->copied))) {
+    sending_.push_back(std::move(staged_.front()));
+    staged_.pop_front();
+    parcel& next = sending_.back();
+    next.since = clock::now();
+    next.transfer = link_->send(next.to, next.message());
+    if (next.left != nullptr) --*next.left;
+    ++messages_sent_;
+    moved = true;
+  }
+  return moved;
+}
+
+bool courier::finish_sends() {
+  const auto finished = std::erase_if(sending_, [&](const parcel& sent) {
+    if (!link_->done(sent.transfer)) return false;
+    if (sent.chunk) out_.give(*sent.chunk);
+    return true;
+  });
+  return finished > 0;
+}
+
+// --- in -----------------------------------------------------------------------------------------
+
+message_head courier::delivery::head() const {
+  const std::byte* const from = chunk ? chunk->at : alone.data();
+  message_head read;
+  std::memcpy(&read, from, k_head);
+  return read;
+}
+
+bool courier::begin_receives() {
+  bool moved = false;
+  for (;;) {
+    if (!arrival_) arrival_ = link_->probe();
+    if (!arrival_) return moved;
+    if (arrival_->bytes < k_head || arrival_->bytes > k_head + chunk_bytes_) {
+      throw peer_error(
+          fmt::format("rank {} sent a message of {} bytes, of which there are {} to {}",
+                      arrival_->from.value, arrival_->bytes, k_head, k_head + chunk_bytes_),
+          "give every rank the same channel_options::chunk_bytes");
+    }
+    delivery next{.from = arrival_->from, .since = clock::now()};
+    if (arrival_->bytes > k_head) {
+      next.chunk = in_.take();
+      if (!next.chunk) return moved;
+    } else {
+      next.alone.resize(k_head);
+    }
+    receiving_.push_back(std::move(next));
+    delivery& begun = receiving_.back();
+    std::byte* const into = begun.chunk ? begun.chunk->at : begun.alone.data();
+    begun.transfer = link_->receive({into, arrival_->bytes});
+    arrival_.reset();
+    ++messages_received_;
+    moved = true;
+  }
+}
+
+bool courier::carry_out() {
+  bool moved = false;
+  std::set<rank_id> behind;  // ranks of which an earlier message is not carried out yet
+  for (auto each = receiving_.begin(); each != receiving_.end();) {
+    if (!each->complete && link_->done(each->transfer)) each->complete = true;
+    if (!each->complete || behind.contains(each->from) || !apply(*each)) {
+      behind.insert(each->from);
+      ++each;
+      continue;
+    }
+    each = receiving_.erase(each);
+    moved = true;
+  }
+  return moved;
+}
+
+/// A rank may have grown its region, and put to it, before this rank has heard that all did.
+bool courier::reaches(const message_head& head) const {
+  return own_.data.holds(head.offset, head.bytes) &&
+         (head.signals == message_head::none ||
+          signalled(head).holds(head.signal_offset, sizeof(std::uint64_t)));
+}
+
+const own_part& courier::signalled(const message_head& head) const {
+  return head.signals == message_head::control ? own_.control : own_.data;
+}
+
+bool courier::apply(delivery& message) {
+  const message_head head = message.head();
+  if (head.magic != message_head().magic) {
+    throw peer_error(
+        fmt::format("what came from rank {} is not a channel's message", message.from.value),
+        "run the same evmm on all ranks");
+  }
+  switch (head.what) {
+    case message_head::put:
+      if (!reaches(head)) return false;
+      apply_put(head, message);
+      return true;
+    case message_head::get:
+      if (!reaches(head)) return false;
+      on_.record(put_before_.get(), in_.stream());
+      on_.wait(out_.stream(), put_before_.get());
+      answers_.push_back({message.from, head.id, head.offset, head.bytes});
+      return true;
+    case message_head::answer:
+      apply_answer(head, message);
+      return true;
+    default:
+      throw peer_error(
+          fmt::format("rank {} sent a message of unknown kind {}", message.from.value, head.what));
+  }
+}
+
+void courier::apply_put(const message_head& head, delivery& message) {
+  if (message.chunk) {
+    applied_.push_back({*message.chunk});
+    on_.copy(own_.data.base + head.offset, reinterpret_cast<address>(message.chunk->at + k_head),
+             head.bytes, in_.stream());
+    on_.record(message.chunk->copied, in_.stream());
+    bytes_received_ += head.bytes;
+  }
+  if (head.signals != message_head::none) {
+    on_.store_word(signalled(head).base + head.signal_offset, head.signal_value, in_.stream());
+  }
+}
+
+void courier::apply_answer(const message_head& head, delivery& message) {
+  const auto found = asked_.find(head.id);
+  if (found == asked_.end() || !message.chunk || found->second->from != message.from ||
+      head.offset + head.bytes > found->second->bytes) {
+    throw peer_error(fmt::format("rank {} answered what nobody asked", message.from.value));
+  }
+  incoming& get = *found->second;
+  applied_.push_back({*message.chunk, &get, head.bytes});
+  on_.copy(get.into + head.offset, reinterpret_cast<address>(message.chunk->at + k_head),
+           head.bytes, in_.stream());
+  on_.record(message.chunk->copied, in_.stream());
+  bytes_received_ += head.bytes;
+  // Answers come in order, so that this was the last one.
+  if (head.offset + head.bytes == get.bytes) asked_.erase(found);
+}
+
+bool courier::finish_applied() {
+  bool moved = false;
+  while (!applied_.empty() && on_.done(applied_.front().chunk.copied)) {
+    const applied& over = applied_.front();
+    if (over.get != nullptr) {
+      over.get->received += over.bytes;
+      over.get->since = clock::now();
+    }
+    in_.give(over.chunk);
+    applied_.pop_front();
+    moved = true;
+  }
+  return moved;
+}
+
+bool courier::advance() {
+  bool moved = post();
+  moved = finish_sends() || moved;
+  moved = begin_receives() || moved;
+  moved = carry_out() || moved;
+  moved = finish_applied() || moved;
+  return answer() || moved;
+}
+
+void courier::check_deadlines(clock::time_point now, std::chrono::milliseconds patience) const {
+  const auto late = [&](clock::time_point since) { return now - since >= patience; };
+  const double seconds = std::chrono::duration<double>(patience).count();
+  for (const parcel& sent : sending_) {
+    if (!late(sent.since)) continue;
+    throw timed_out(fmt::format("rank {} has not taken a message of {} within {:.1f} s",
+                                sent.to.value, format_bytes(sent.message().size()), seconds),
+                    "see what became of it; EVMM_TIMEOUT_MS or set_timeout allows more time");
+  }
+  for (const delivery& message : receiving_) {
+    if (!late(message.since)) continue;
+    if (!message.complete) {
+      throw timed_out(fmt::format("a message of rank {} did not arrive within {:.1f} s",
+                                  message.from.value, seconds));
+    }
+    const message_head head = message.head();
+    if (reaches(head)) continue;
+    throw peer_error(fmt::format("rank {} uses offset {} of this rank's part, which has {} bytes",
+                                 message.from.value, head.offset, own_.data.size.load()),
+                     "change a region on all ranks, and use what it had only before");
+  }
+}
+
+}  // namespace evmm

@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "tests/support/symmetric_cases.hpp"
+
+#include <vector>
+
+// What symmetric_channel promises, as cases that every rank runs side by side, on one node or on
+// several: threads in tests/unit, processes in tests/mpi, with GPUs there when there are any.
+
+namespace evmm::test {
+
+const std::vector<symmetric_case>& channel_cases();
+
+}  // namespace evmm::test

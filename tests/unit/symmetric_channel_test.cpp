@@ -1,0 +1,241 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "comm/thread_link.hpp"
+#include "tests/support/channel_cases.hpp"
+#include "tests/support/fault_driver.hpp"
+#include "tests/support/patterns.hpp"
+#include "tests/support/thread_ranks.hpp"
+
+#include <evmm/comm/symmetric_channel.hpp>
+#include <evmm/error.hpp>
+#include <evmm/host_driver.hpp>
+#include <evmm/units.hpp>
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <barrier>
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+namespace evmm::test {
+namespace {
+
+using namespace evmm::units;
+using std::chrono::milliseconds;
+
+std::shared_ptr<driver> machine() {
+  return host_driver::make({.device_bytes = 1_GiB, .host_bytes = 4_GiB});
+}
+
+/// Ranks as threads on pretended hosts, "aabb" for two of two ranks each; none may throw.
+void run_hosts(const std::string& hosts, const std::function<void(const rank_context&)>& body,
+               milliseconds timeout = milliseconds(20'000)) {
+  std::vector<std::string> names;
+  for (const char host : hosts) names.emplace_back(1, host);
+  const auto bootstraps = make_thread_bootstraps(static_cast<int>(hosts.size()), names);
+  for (const auto& each : bootstraps) each->set_timeout(timeout);
+  const auto thrown = run_ranks(static_cast<int>(hosts.size()), [&](int rank) {
+    body({.ranks = bootstraps[static_cast<std::size_t>(rank)], .on = machine()});
+  });
+  for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
+}
+
+class channel_threads : public ::testing::TestWithParam<std::tuple<symmetric_case, std::string>> {};
+
+TEST_P(channel_threads, holds) {
+  const auto& [tried, hosts] = GetParam();
+  run_hosts(hosts, tried.run);
+}
+INSTANTIATE_TEST_SUITE_P(all, channel_threads,
+                         ::testing::Combine(::testing::ValuesIn(channel_cases()),
+                                            ::testing::Values("a", "aaa", "aabb", "abc", "aaab")),
+                         [](const auto& info) {
+                           return std::get<0>(info.param).name + "_" + std::get<1>(info.param);
+                         });
+
+// --- ranks that are lost ------------------------------------------------------------------------
+
+class lost_peers : public ::testing::TestWithParam<std::string> {};
+INSTANTIATE_TEST_SUITE_P(hosts, lost_peers, ::testing::Values("aa", "ab"),
+                         [](const auto& info) { return info.param; });
+
+/// Rank 1 makes the channel and no call of it; rank 0 does `call`, which no stream can end.
+void expect_lost(const std::string& hosts, const std::string& says,
+                 const std::function<void(symmetric_channel&, native_stream)>& call) {
+  run_hosts(hosts, [&](const rank_context& at) {
+    auto region = at.make();
+    region.grow(tier::device, at.granule());
+    symmetric_channel channel(region, {});
+    at.ranks->set_timeout(milliseconds(10'000));
+    at.ranks->barrier("test: the channel is there");
+    if (at.ranks->rank() == rank_id{0}) {
+      at.ranks->set_timeout(milliseconds(200));
+      const native_stream stream = at.on->create_stream(at.device);
+      call(channel, stream);
+      const auto since = std::chrono::steady_clock::now();
+      const auto said = thrown_by([&] { channel.synchronize(stream); });
+      EXPECT_LT(std::chrono::steady_clock::now() - since, milliseconds(5000));
+      EXPECT_EQ(said, "timed_out: rank 1 " + says +
+                          " within 0.2 s; help: see what became of that rank; EVMM_TIMEOUT_MS or "
+                          "set_timeout allows more time");
+      EXPECT_EQ(thrown_by([&] { channel.check(); }), said);
+      EXPECT_EQ(thrown_by([&] { channel.barrier(stream); }), said) << "it stays broken";
+      EXPECT_TRUE(at.on->idle(stream)) << "the stream was let go";
+      at.on->destroy_stream(stream);
+      at.ranks->set_timeout(milliseconds(10'000));
+    }
+    at.ranks->barrier("test: rank 0 has seen it");
+  });
+}
+
+TEST_P(lost_peers, a_signal_that_does_not_come_names_its_rank) {
+  expect_lost(GetParam(), "did not signal 7 at offset 64 (wait_signal)",
+              [](symmetric_channel& channel, native_stream stream) {
+                channel.wait_signal({1}, {64, 7}, stream);
+              });
+}
+
+TEST_P(lost_peers, a_barrier_names_who_did_not_come) {
+  expect_lost(GetParam(), "did not signal barrier 1",
+              [](symmetric_channel& channel, native_stream stream) { channel.barrier(stream); });
+}
+
+TEST_P(lost_peers, an_all_to_all_names_who_did_not_come) {
+  expect_lost(GetParam(), "did not signal all_to_all_v 1",
+              [](symmetric_channel& channel, native_stream stream) {
+                const std::vector<outgoing_block> out = {{}, {.bytes = 64}};
+                const std::vector<incoming_block> in = {{}, {.bytes = 64}};
+                channel.all_to_all_v(out, in, stream);
+              });
+}
+
+TEST(symmetric_channel, a_get_that_nobody_answers_names_its_rank) {
+  run_hosts("ab", [](const rank_context& at) {
+    auto region = at.make();
+    region.grow(tier::device, at.granule());
+    std::optional<symmetric_channel> channel(std::in_place, region);
+    at.ranks->barrier("test: both are there");
+    if (at.ranks->rank() == rank_id{1}) channel.reset();  // as if it had died
+    at.ranks->barrier("test: rank 1 is gone");
+    if (at.ranks->rank() != rank_id{0}) return;
+    at.ranks->set_timeout(milliseconds(200));
+    const native_stream stream = at.on->create_stream(at.device);
+    std::vector<std::byte> into(64);
+    channel->get({1}, 0, into, stream);
+    const auto said = thrown_by([&] { channel->synchronize(stream); });
+    EXPECT_EQ(said.find("timed_out: rank 1 did not answer a get of 64 bytes within 0.2 s"), 0u)
+        << said;
+    at.on->destroy_stream(stream);
+  });
+}
+
+TEST(symmetric_channel, a_driver_that_fails_breaks_it_and_frees_the_stream) {
+  run_hosts("ab", [](const rank_context& outer) {
+    rank_context at = outer;
+    const auto faulty = fault_driver::make(outer.on);
+    at.on = faulty;
+    auto region = at.make();
+    region.grow(tier::device, at.granule());
+    symmetric_channel channel(region);
+    at.ranks->barrier("test: both are there");
+    if (at.ranks->rank() == rank_id{0}) {
+      const native_stream stream = at.on->create_stream(at.device);
+      stream_gate gate(*at.on, stream);
+      std::vector<std::byte> source(64);
+      channel.put({1}, 0, source, stream);
+      faulty->fail_call(driver_call::copy, 0);  // the engine's, when the stream gets there
+      gate.open();
+      const auto said = thrown_by([&] { channel.synchronize(stream); });
+      EXPECT_EQ(said, "driver_error: copy fails because a test said so");
+      EXPECT_TRUE(faulty->disarm());
+      at.on->destroy_stream(stream);
+    }
+    at.ranks->barrier("test: rank 0 is through");
+  });
+}
+
+// --- links --------------------------------------------------------------------------------------
+
+/// A link that exchanges in stream order, as NCCL would: the ranks' streams meet, and each takes
+/// what the others hold out.
+class exchanging_link final : public thread_link {
+ public:
+  struct board {
+    explicit board(int ranks) : out(static_cast<std::size_t>(ranks)), meeting(ranks) {}
+    std::vector<std::vector<block>> out;
+    std::barrier<> meeting;
+    std::atomic<int> exchanges = 0;
+  };
+  exchanging_link(rank_id rank, std::shared_ptr<post_office> office, driver& on,
+                  std::shared_ptr<board> where)
+      : thread_link(rank, std::move(office)), rank_(rank), on_(on), board_(std::move(where)) {}
+
+  bool exchanges() const noexcept override { return true; }
+  void exchange(std::span<const block> out, std::span<const block> in,
+                native_stream stream) override {
+    on_.launch(stream, [this, mine = std::vector(out.begin(), out.end()),
+                        wanted = std::vector(in.begin(), in.end())] {
+      board_->out[static_cast<std::size_t>(rank_.value)] = mine;
+      board_->meeting.arrive_and_wait();
+      for (const block& into : wanted) {
+        for (const block& from : board_->out[static_cast<std::size_t>(into.peer.value)]) {
+          if (from.peer != rank_) continue;
+          EXPECT_EQ(from.bytes, into.bytes);
+          std::memcpy(reinterpret_cast<void*>(into.at), reinterpret_cast<const void*>(from.at),
+                      from.bytes);
+        }
+      }
+      board_->meeting.arrive_and_wait();
+      ++board_->exchanges;
+    });
+  }
+
+ private:
+  rank_id rank_;
+  driver& on_;
+  std::shared_ptr<board> board_;
+};
+
+TEST(symmetric_channel, a_link_that_exchanges_takes_the_far_part_of_an_all_to_all) {
+  constexpr int ranks = 4;
+  const auto office = std::make_shared<post_office>(ranks);
+  const auto board = std::make_shared<exchanging_link::board>(ranks);
+  run_hosts("aabb", [&](const rank_context& at) {
+    auto region = at.make();
+    region.grow(tier::device, at.granule());
+    const rank_id me = at.ranks->rank();
+    symmetric_channel channel(
+        region, {.link = std::make_shared<exchanging_link>(me, office, *at.on, board)});
+    const native_stream stream = at.on->create_stream(at.device);
+    write_pattern(*at.on, reinterpret_cast<address>(region.local()), 4096,
+                  static_cast<std::uint64_t>(me.value));
+    std::vector<outgoing_block> out;
+    std::vector<incoming_block> in;
+    for (std::size_t r = 0; r < ranks; ++r) {
+      out.push_back(
+          {.from = 0, .to = 4096 * (1 + static_cast<std::size_t>(me.value)), .bytes = 4096});
+      in.push_back({.at = 4096 * (1 + r), .bytes = 4096});
+    }
+    channel.all_to_all_v(out, in, stream);
+    channel.synchronize(stream);
+    for (std::size_t r = 0; r < ranks; ++r) {
+      EXPECT_TRUE(
+          holds_pattern(*at.on, reinterpret_cast<address>(region.local()) + in[r].at, 4096, r));
+    }
+    EXPECT_EQ(channel.statistics().link_messages, 0u);
+    EXPECT_EQ(channel.statistics().link_bytes, 2 * 4096u);
+    at.on->destroy_stream(stream);
+    channel.close();
+    region.close();
+  });
+  EXPECT_EQ(board->exchanges, ranks);
+}
+
+}  // namespace
+}  // namespace evmm::test
