@@ -119,6 +119,19 @@ TEST(cuda_driver, tells_what_is_here) {
   });
 }
 
+TEST(cuda_driver, a_threads_device_is_that_of_its_context) {
+  in_child({}, [] {
+    const auto on = make_cuda_driver();
+    EXPECT_EQ(on->current_device(), std::nullopt);
+    EXPECT_THAT(refusal<invalid_argument>([&] { on->set_current_device(device_id{2}); }),
+                HasSubstr("there is no DEVICE 2"));
+    for (const int wanted : {1, 0}) {
+      on->set_current_device(device_id{wanted});
+      EXPECT_EQ(on->current_device(), device_id{wanted});
+    }
+  });
+}
+
 TEST(cuda_driver, fabric_is_proved_not_believed) {
   in_child({}, [] {
     const auto on = make_cuda_driver();
