@@ -107,15 +107,23 @@ void symmetric_region::state::reserve_addresses(bool same_wanted) {
   }
 }
 
+symmetric_region::state::~state() {
+  followers.gone();
+}
+
 void symmetric_region::state::close(const uses& in_use) {
   if (closed) return;
   try {
-    agree_on(*ranks, "close", [&] { wait_for(*on, in_use); });
+    agree_on(*ranks, "close", [&] {
+      wait_for(*on, in_use);
+      followers.gone();
+    });
   } catch (const error& gone) {
     if (!ranks->broken()) throw;
     // Whoever is left wants its memory back; its own streams are what counts for that.
     log().warn("closing a symmetric region without its peers: {}", gone.what());
     wait_for(*on, in_use);
+    followers.gone();
   }
   closed = true;
   parts.clear();
