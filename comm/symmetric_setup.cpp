@@ -69,6 +69,7 @@ symmetric_region::state::state(std::shared_ptr<bootstrap> ranks_given,
   source.emplace(*on, source_options{.device = device,
                                      .host = options.host,
                                      .share = exchange->transport(),
+                                     .rdma = options.rdma,
                                      .cache_limit = options.cache_limit});
   copies.emplace(*on, device);
   reserve_addresses(options.same_address);

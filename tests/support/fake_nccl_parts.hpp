@@ -56,7 +56,8 @@ struct mapped_handle {
 };
 /// The handles that [base, base + bytes) touches, in order; fewer bytes than that when some of it
 /// is not backed.
-std::vector<mapped_handle> handles_behind(address base, std::size_t bytes);
+[[gnu::visibility("default")]] std::vector<mapped_handle> handles_behind(address base,
+                                                                         std::size_t bytes);
 
 /// Maps a descriptor of another process, as an import does.
 void map_of_process(address at, std::size_t bytes, pid_t process, int descriptor);

@@ -33,6 +33,9 @@ struct symmetric_options {
   host_placement host = {};
   /// Whether the CPUs may touch host segments, this rank's and its peers'.
   bool cpu_access = true;
+  /// Whether network cards may reach this rank's DEVICE segments (GPUDirect RDMA), as NCCL needs it
+  /// between nodes.
+  bool rdma = false;
   /// Try for the same base address on all ranks of the job. Best effort: see same_address().
   bool same_address = false;
 };
