@@ -2,40 +2,17 @@
 // What a collective change costs beside the driver calls that it makes, and beside taking the
 // buffer down and building a larger one. Run under mpirun; every rank runs the same cases, rank 0
 // reports the slowest rank.
-#include "tests/bench/bench_support.hpp"
-#include "tests/support/fault_driver.hpp"
+#include "tests/bench/job_support.hpp"
 
-#include <evmm/comm/bootstrap.hpp>
-#include <evmm/comm/symmetric_region.hpp>
 #include <evmm/units.hpp>
 
-#include <algorithm>
-#include <cstdio>
-#include <memory>
 #include <optional>
 #include <string>
-#include <string_view>
 
 namespace evmm::bench {
 namespace {
 
 using namespace evmm::units;
-
-constexpr int k_rounds = 5;
-
-struct job {
-  std::shared_ptr<bootstrap> ranks;
-  std::shared_ptr<test::fault_driver> on;  ///< nothing fails; it tells the time in driver calls
-  device_id device{0};
-
-  symmetric_region make(std::size_t reserve) const {
-    return {ranks, on, {.device = device, .reserve = reserve, .cache_limit = 0}};
-  }
-  double slowest(double seconds) const {
-    const auto all = ranks->all_gather_value(seconds, "bench: slowest");
-    return *std::max_element(all.begin(), all.end());
-  }
-};
 
 /// Times `change` on all ranks together: the slowest rank's time, and the most that any rank spent
 /// inside driver calls.
@@ -101,83 +78,23 @@ void rebuild(benchmark::State& state, const job& at, tier kind, std::size_t byte
 }
 
 void add_cases(const job& at) {
-  const auto add_case = [&](const std::string& name, std::initializer_list<std::size_t> sizes,
-                            auto body) {
-    for (const std::size_t bytes : sizes) {
-      benchmark::RegisterBenchmark(name.c_str(),
-                                   [=](benchmark::State& state) {
-                                     try {
-                                       body(state, at, bytes);
-                                     } catch (const error& failure) {  // the same on every rank
-                                       state.SkipWithError(failure.what());
-                                     }
-                                   })
-          ->ArgName("bytes")
-          ->Arg(static_cast<std::int64_t>(bytes))
-          ->Iterations(k_rounds)  // the same on every rank
-          ->UseManualTime()
-          ->Unit(benchmark::kMicrosecond);
-    }
-  };
   for (const tier kind : {tier::device, tier::host}) {
     const std::string suffix = "/" + to_string(kind);
-    add_case("symmetric/grow" + suffix, {64_MiB, 1_GiB},
+    add_case(at, "symmetric/grow" + suffix, {64_MiB, 1_GiB},
              [kind](auto& state, const job& job_at, std::size_t bytes) {
                grow(state, job_at, kind, bytes);
              });
-    add_case("symmetric/rebuild" + suffix, {64_MiB, 1_GiB},
+    add_case(at, "symmetric/rebuild" + suffix, {64_MiB, 1_GiB},
              [kind](auto& state, const job& job_at, std::size_t bytes) {
                rebuild(state, job_at, kind, bytes);
              });
   }
-  add_case("symmetric/migrate", {64_MiB}, [](auto& state, const job& job_at, std::size_t bytes) {
-    migrate(state, job_at, bytes);
-  });
-}
-
-/// Ranks other than 0 run the cases and say nothing.
-class silent : public benchmark::BenchmarkReporter {
- public:
-  bool ReportContext(const Context&) override { return true; }
-  void ReportRuns(const std::vector<Run>&) override {}
-};
-
-int run_job(int argc, char** argv) {
-  const auto ranks = make_mpi_bootstrap();
-  const machine here = find_machine();
-  const job at{.ranks = ranks,
-               .on = test::fault_driver::make(here.on),
-               .device = {ranks->node_rank() % here.on->device_count()}};
-  if (ranks->rank() != rank_id{0}) {  // one rank writes the file
-    argc = static_cast<int>(std::remove_if(argv, argv + argc,
-                                           [](const char* argument) {
-                                             return std::string_view(argument).starts_with(
-                                                 "--benchmark_out");
-                                           }) -
-                            argv);
-  }
-  benchmark::Initialize(&argc, argv);
-  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 2;
-  benchmark::AddCustomContext("ranks", std::to_string(ranks->size()));
-  benchmark::AddCustomContext("device", here.device.name);
-  add_cases(at);
-  if (ranks->rank() == rank_id{0}) {
-    benchmark::RunSpecifiedBenchmarks();
-  } else {
-    silent nobody;
-    benchmark::RunSpecifiedBenchmarks(&nobody);
-  }
-  return 0;
+  add_case(at, "symmetric/migrate", {64_MiB}, migrate);
 }
 
 }  // namespace
 }  // namespace evmm::bench
 
 int main(int argc, char** argv) {
-  try {
-    return evmm::bench::run_job(argc, argv);
-  } catch (const std::exception& failure) {
-    std::fprintf(stderr, "%s\n", failure.what());
-    return 1;
-  }
+  return evmm::bench::run_job(argc, argv, evmm::bench::add_cases);
 }

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "tests/bench/bench_support.hpp"
+#include "tests/support/fault_driver.hpp"
+
+#include <evmm/comm/bootstrap.hpp>
+#include <evmm/comm/symmetric_region.hpp>
+
+#include <functional>
+#include <initializer_list>
+#include <memory>
+#include <string>
+
+// Benchmarks that are jobs: every rank runs the same cases, rank 0 reports.
+
+namespace evmm::bench {
+
+/// One rank of a job.
+struct job {
+  std::shared_ptr<bootstrap> ranks;
+  std::shared_ptr<test::fault_driver> on;  ///< nothing fails; it tells the time in driver calls
+  device_id device{0};
+
+  symmetric_region make(std::size_t reserve) const {
+    return {ranks, on, {.device = device, .reserve = reserve, .cache_limit = 0}};
+  }
+  /// The largest of all ranks'.
+  double slowest(double seconds) const;
+};
+
+/// Registers `body(state, at, bytes)` for each size: five rounds on every rank, manual time in
+/// microseconds. An error, which is the same on every rank, skips the case with its reason.
+void add_case(const job& at, const std::string& name, std::initializer_list<std::size_t> sizes,
+              const std::function<void(benchmark::State&, const job&, std::size_t)>& body);
+
+/// Runs under mpirun the benchmarks that `add` registers.
+int run_job(int argc, char** argv, void (*add)(const job& at));
+
+}  // namespace evmm::bench
