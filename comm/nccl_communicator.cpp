@@ -58,8 +58,8 @@ std::size_t round_up(std::size_t bytes, std::size_t unit) {
 
 device_scope::~device_scope() {
   // A thread without a device keeps this one: there is no way back that makes no context.
-  if (before_)
-    log_failure("putting the thread's device back", [&] { on_.set_current_device(*before_); });
+  if (!before_) return;
+  log_failure("putting the thread's device back", [&] { on_.set_current_device(*before_); });
 }
 
 nccl_communicator::state::state(std::shared_ptr<bootstrap> ranks_given,
@@ -80,9 +80,13 @@ nccl_communicator::state::state(std::shared_ptr<bootstrap> ranks_given,
 }
 
 nccl_communicator::state::~state() {
-  if (!ours || closed || comm == nullptr) return;
+  abort();
+}
+
+void nccl_communicator::state::abort() noexcept {
+  if (!ours || comm == nullptr) return;
   log_failure("aborting an NCCL communicator",
-              [&] { call("ncclCommAbort", api.comm_abort(comm)); });
+              [&] { call("ncclCommAbort", api.comm_abort(std::exchange(comm, nullptr))); });
 }
 
 void nccl_communicator::state::call(std::string_view doing, int result) const {
@@ -126,6 +130,8 @@ void nccl_communicator::state::break_off(const char* why) {
   if (!broken_by.empty()) return;
   broken_by = why;
   log().error("the NCCL communicator is broken on rank {}: {}", ranks->rank().value, why);
+  // A call that was given up still runs, and would run beside whatever cleans up.
+  abort();
 }
 
 void nccl_communicator::state::check_usable() const {

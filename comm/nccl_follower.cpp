@@ -136,13 +136,13 @@ void nccl_follower::register_all(const region_part& part) {
     check_room(planned);
     agree_on(*on_->ranks, name() + ": register", [&] { register_missing(planned, part); });
   } catch (const std::exception& failure) {
-    retire_all();
     // A call that failed on one rank leaves NCCL out of step on all.
     if (on_->ranks->broken()) {
       on_->break_off(failure.what());
     } else {
       on_->share_breakage(failure.what());
     }
+    retire_all();
     throw;
   }
 }

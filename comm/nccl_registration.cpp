@@ -41,6 +41,7 @@ ncclWindow_vidmem* nccl_communicator::state::register_window(address base, std::
 void nccl_communicator::state::deregister_window(ncclWindow_vidmem* window, std::size_t taken) {
   taken_bytes -= taken;
   --registered;
+  if (!can_deregister("ncclCommWindowDeregister")) return;
   try {
     call("ncclCommWindowDeregister", api.window_deregister(comm, window));
   } catch (const std::exception& failure) {
@@ -65,17 +66,26 @@ void* nccl_communicator::state::register_buffer(address base, std::size_t bytes)
 
 void nccl_communicator::state::deregister_buffer(void* handle) {
   --registered;
+  if (!can_deregister("ncclCommDeregister")) return;
   const device_scope current(*on, device);
   call("ncclCommDeregister", api.buffer_deregister(comm, handle));
+}
+
+bool nccl_communicator::state::can_deregister(const char* doing) const noexcept {
+  if (broken_by.empty()) return true;
+  if (!ours) {
+    log().warn("{} is left to the end of a broken communicator, whose owner must abort it", doing);
+  }
+  return false;
 }
 
 void nccl_communicator::state::share_breakage(const char* failure) {
   log_failure("telling ranks of a broken communicator", [&] {
     const auto broken =
         ranks->all_gather_value(std::uint8_t{!broken_by.empty()}, "nccl_communicator: broken?");
-    if (std::any_of(broken.begin(), broken.end(), [](auto one) { return one != 0; })) {
-      broken_by = failure;
-    }
+    if (std::none_of(broken.begin(), broken.end(), [](auto one) { return one != 0; })) return;
+    break_off(failure);
+    broken_by = failure;  // the same words on all ranks
   });
 }
 

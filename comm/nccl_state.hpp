@@ -49,7 +49,9 @@ struct nccl_communicator::state {
       throw;
     }
   }
+  /// From now on every use throws. One that is ours is aborted, with all that is registered.
   void break_off(const char* why);
+  void abort() noexcept;
   /// After all ranks threw `failure`: breaks it on all when it is broken on one. Collective.
   void share_breakage(const char* failure);
   /// The first collective, before which NCCL shall register nothing. Collective; later calls do
@@ -60,6 +62,9 @@ struct nccl_communicator::state {
   ncclWindow_vidmem* register_window(address base, std::size_t bytes, std::size_t taken, int flags);
   /// Local. A failure breaks the communicator: NCCL then keeps what lies behind the window.
   void deregister_window(ncclWindow_vidmem* window, std::size_t taken);
+  /// Whether what is registered is still there to be deregistered. With a communicator of ours that
+  /// broke it went; with another's it stays, since a call of NCCL may be under way.
+  bool can_deregister(const char* doing) const noexcept;
   void* register_buffer(address base, std::size_t bytes);
   void deregister_buffer(void* handle);
 

@@ -196,6 +196,30 @@ TEST_P(nccl_faults, a_window_that_cannot_be_taken_down_stops_the_change) {
   }
 }
 
+TEST(nccl_faults, an_adopted_communicator_that_breaks_is_left_to_its_owner) {
+  const nccl_fixture fake({.version = 23007});
+  run_nccl_ranks(
+      k_ranks,
+      [](const rank_context& at) {
+        auto region = at.make();
+        region.grow(tier::device, 2_MiB);
+        nccl_communicator owner(at.ranks, at.on);
+        nccl_communicator adopted(owner.get(), at.ranks, at.on);
+        const nccl_window first(adopted, region, {.bytes = 2_MiB});
+        at.ranks->barrier();
+        const fake_nccl_settings failing{
+            .version = 23007, .fail_rank = k_victim.value, .fail_register = fake_failure::absent};
+        if (at.ranks->rank() == rank_id{0}) fake_nccl_configure(&failing);
+        at.ranks->barrier();
+        EXPECT_THAT(thrown_by_all(*at.ranks, [&] { nccl_window(adopted, region); }),
+                    HasSubstr("ncclCommWindowRegister"));
+        EXPECT_THAT(thrown_by([&] { (void)first.at(0); }), HasSubstr("broken"));
+        EXPECT_NE(owner.get(), nullptr) << "what its owner does with it is the owner's";
+        at.ranks->barrier();
+      },
+      std::chrono::milliseconds(400));
+}
+
 TEST(nccl_faults, a_rank_that_leaves_takes_the_window_with_it) {
   const nccl_fixture fake({.version = 23007});
   run_nccl_ranks(

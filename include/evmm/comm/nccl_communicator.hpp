@@ -44,12 +44,12 @@ struct nccl_options {
 ///
 /// Units: bytes.
 /// Threads: one at a time.
-/// Streams: creating synchronises with the other ranks; nothing here waits for a stream of the
-/// user. Errors: of a collective call all ranks throw the same. NCCL does not survive a failed
-/// collective
-///   call: the communicator is broken then, and every later use a peer_error that says by what.
-///   A communicator created here without `blocking` ends every step by half the bootstrap's
-///   timeout, with timed_out. On an adopted one that blocks, NCCL waits as long as it likes.
+/// Streams: creating synchronises with the other ranks; nothing here waits for a user's stream.
+/// Errors: of a collective call all ranks throw the same. NCCL does not survive a failed collective
+///   call: the communicator is broken then, and every later use a peer_error that says by what. One
+///   created here is aborted at once, so that nothing of it reaches memory any more, and without
+///   `blocking` ends every step by half the bootstrap's timeout, with timed_out. On an adopted one
+///   that blocks, NCCL waits as long as it likes.
 class nccl_communicator {
  public:
   /// Creates one. Collective. Throws unsupported without NCCL; invalid_argument when `window_bytes`
