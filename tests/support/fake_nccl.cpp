@@ -5,6 +5,7 @@
 #include "tests/support/fake_nccl_parts.hpp"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -257,16 +258,7 @@ FAKE_API int ncclGetVersion(int* found) {
   return evmm::nccl_success;
 }
 FAKE_API const char* ncclGetErrorString(int result) {
-  switch (result) {
-    case evmm::nccl_unhandled_cuda_error:
-      return "unhandled cuda error";
-    case evmm::nccl_invalid_argument:
-      return "invalid argument";
-    case evmm::nccl_remote_error:
-      return "remote process exited or there was a network error";
-    default:
-      return "error";
-  }
+  return result == evmm::nccl_invalid_argument ? "invalid argument" : "error";
 }
 FAKE_API const char* ncclGetLastError(ncclComm*) {
   return "said by the fake";
@@ -330,13 +322,11 @@ FAKE_API int ncclAllReduce(const void* from, void* to, std::size_t words, int ty
       std::memcpy(message.data(), static_cast<const int*>(from) + done, bytes);
       const auto all = comm->all->gather(message, comm->give_up);
       if (!all) return int{evmm::nccl_remote_error};
-      std::vector<int> sum(k_words);
-      for (const auto& of_rank : *all) {
-        for (std::size_t i = 0; i < k_words; ++i) {
-          int word = 0;
-          std::memcpy(&word, of_rank.data() + i * sizeof(int), sizeof(int));
-          sum[i] += word;
-        }
+      std::array<int, k_words> sum{};
+      std::array<int, k_words> theirs{};
+      for (const meeting::message& of_rank : *all) {
+        std::memcpy(theirs.data(), of_rank.data(), sizeof(theirs));
+        std::transform(sum.begin(), sum.end(), theirs.begin(), sum.begin(), std::plus<>());
       }
       std::memcpy(static_cast<int*>(to) + done, sum.data(), bytes);
     }
