@@ -60,23 +60,31 @@ void agree_on(bootstrap& ranks, std::string_view name, const std::function<void(
   ranks.agree(failure, name);
 }
 
-void run(const collective_context& context, const collective_change& change) {
+namespace {
+
+/// All but bringing the collective observers up. What it made is put back when it throws.
+void run_steps(const collective_context& context, const collective_change& change,
+               followed_change& followed) {
   const std::string kind = to_string(change.what.kind);
-  const auto agree = [&](const char* step, const std::function<void()>& body) {
+  change_times& times = context.times;
+  const auto agree = [&](const char* step, std::chrono::nanoseconds& spent,
+                         const std::function<void()>& body) {
+    const stopwatch clock(spent);
     agree_on(context.ranks, kind + ": " + step, body);
   };
-  const patience longer(context.ranks, time_for(change.what.bytes));
   // Destroyed in reverse: mappings are put back before the observers hear that it is off.
   std::optional<announced_change> announced;
   remap swap(context.on, context.access);
 
-  if (change.prepare) agree("prepare", change.prepare);
-  agree("quiesce", [&] {
+  if (change.prepare) agree("prepare", times.prepare, change.prepare);
+  agree("quiesce", times.quiesce, [&] {
+    followed.ask();
     announced.emplace(context.observers, change.what, context.rollbacks);
     wait_for(context.on, change.in_use);
   });
-  if (change.copy_out) agree("copy", change.copy_out);
-  agree("map", [&] {
+  if (followed.followed()) agree("take down", times.take_down, [&] { followed.take_down(); });
+  if (change.copy_out) agree("copy", times.copy, change.copy_out);
+  agree("map", times.map, [&] {
     handed_out shared;
     if (change.hand_out) shared = exchange_handles(context.exchange, change.hand_out());
     change.plan(swap, shared);
@@ -85,6 +93,25 @@ void run(const collective_context& context, const collective_change& change) {
   });
   change.commit(swap.commit());
   announced->committed(++context.epoch);
+  followed.committed(context.epoch);
+}
+
+}  // namespace
+
+void run(const collective_context& context, const collective_change& change) {
+  const patience longer(context.ranks, time_for(change.what.bytes));
+  followed_change followed(context.followers, change.what);
+  const auto bring_up = [&] {
+    const stopwatch clock(context.times.bring_up);
+    followed.bring_up(context.own_part());
+  };
+  try {
+    run_steps(context, change, followed);
+  } catch (...) {
+    bring_up();
+    throw;
+  }
+  bring_up();
 }
 
 }  // namespace evmm

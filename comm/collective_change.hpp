@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include "comm/collective_observers.hpp"
 #include "lib/memory/memory_source.hpp"
 #include "lib/memory/observers.hpp"
 #include "lib/memory/remap.hpp"
@@ -10,6 +11,7 @@
 #include <evmm/driver.hpp>
 #include <evmm/region.hpp>
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <string_view>
@@ -46,15 +48,32 @@ struct collective_context {
   handle_exchange& exchange;
   const access_rule& access;
   observer_list& observers;
+  collective_observer_list& followers;
+  std::function<region_part()> own_part;
   std::uint64_t& epoch;
   std::uint64_t& rollbacks;
+  change_times& times;
+};
+
+/// Writes the time until its end into `spent`.
+class stopwatch {
+ public:
+  explicit stopwatch(std::chrono::nanoseconds& spent) : spent_(spent) {}
+  stopwatch(const stopwatch&) = delete;
+  stopwatch& operator=(const stopwatch&) = delete;
+  ~stopwatch() { spent_ = std::chrono::steady_clock::now() - start_; }
+
+ private:
+  std::chrono::nanoseconds& spent_;
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
 /// Runs `step` here and then agrees: all ranks return, or all throw the same error.
 void agree_on(bootstrap& ranks, std::string_view name, const std::function<void()>& step);
 
-/// Prepare - agree - quiesce - agree - copy, exchange and map - agree - commit. When any rank fails
-/// at any step, every rank puts back what it did, in its own memory alone, and throws the same
+/// Prepare - agree - quiesce - agree - collective observers down - agree - copy, exchange and map -
+/// agree - commit - collective observers up. When any rank fails at any step, every rank puts back
+/// what it did, in its own memory alone, brings the collective observers up, and throws the same
 /// error. Collective.
 void run(const collective_context& context, const collective_change& change);
 

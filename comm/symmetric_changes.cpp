@@ -25,6 +25,7 @@ struct proposal {
   std::uint64_t first = 0;  ///< bytes, or a segment's index
   std::uint64_t count = 0;
   std::uint64_t epoch = 0;
+  std::uint64_t followers = 0;  ///< which collective observers this rank has
 
   bool agrees_with(const proposal& other) const {
     return kind == other.kind && detail == other.detail && first == other.first &&
@@ -60,11 +61,19 @@ std::string to_string(const proposal& proposed) {
 
 }  // namespace
 
-std::vector<proposal> symmetric_region::state::propose(const proposal& mine) {
+std::vector<proposal> symmetric_region::state::propose(proposal mine) {
   check_open();
+  mine.followers = followers.signature();
+  times = {};
+  const stopwatch clock(times.propose);
   auto all = ranks->all_gather_value(mine, "propose a change");
   for (std::size_t r = 1; r < all.size(); ++r) {
-    if (all[r].agrees_with(all[0])) continue;
+    if (all[r].agrees_with(all[0])) {
+      if (all[r].followers == all[0].followers) continue;
+      throw invalid_argument(fmt::format("{}: rank {} has other collective observers than rank 0",
+                                         to_string(all[0]), r),
+                             "make and destroy windows on all ranks alike, in the same order");
+    }
     throw invalid_argument(fmt::format("ranks ask for different changes: rank 0 {}, rank {} {}",
                                        to_string(all[0]), r, to_string(all[r])),
                            "make the same calls in the same order with the same sizes everywhere");
@@ -84,10 +93,16 @@ void symmetric_region::state::run_change(collective_change change, std::uint64_t
     for (const part& checked : parts) checked.check();
 #endif
   };
-  run({*ranks, *on, *exchange, access, observers, epoch, counts.rollbacks}, change);
+  run({*ranks, *on, *exchange, access, observers, followers, [this] { return own_part(); }, epoch,
+       counts.rollbacks, times},
+      change);
 }
 
-grown symmetric_region::state::grow(tier kind, std::size_t bytes) {
+region_part symmetric_region::state::own_part() {
+  return {reinterpret_cast<std::byte*>(own().base()), own().describe()};
+}
+
+grown symmetric_region::state::grow(tier kind, std::size_t bytes, const uses& in_use) {
   propose({.kind = static_cast<std::uint8_t>(change_kind::grow), .first = bytes, .epoch = epoch});
   const std::vector<std::size_t> sizes = plan_growth(limits, own().size(), own().count(), bytes);
   const std::size_t total = std::accumulate(sizes.begin(), sizes.end(), std::size_t{0});
@@ -95,7 +110,8 @@ grown symmetric_region::state::grow(tier kind, std::size_t bytes) {
   const auto me = static_cast<std::size_t>(ranks->node_rank());
   std::vector<memory_lease> leases;
   std::vector<std::vector<std::unique_ptr<part_segment>>> added(parts.size());
-  collective_change change{.what = {.kind = change_kind::grow, .offset = offset, .bytes = total}};
+  collective_change change{.what = {.kind = change_kind::grow, .offset = offset, .bytes = total},
+                           .in_use = in_use};
   change.prepare = [&] {
     source->check_capacity(kind, total);
     for (const std::size_t size : sizes) leases.push_back(source->acquire(kind, size));

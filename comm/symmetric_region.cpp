@@ -104,8 +104,8 @@ symmetric_view symmetric_region::view() const {
   return view;
 }
 
-grown symmetric_region::grow(tier kind, std::size_t bytes) {
-  return state_->grow(kind, bytes);
+grown symmetric_region::grow(tier kind, std::size_t bytes, const uses& in_use) {
+  return state_->grow(kind, bytes, in_use);
 }
 std::size_t symmetric_region::shrink(std::size_t bytes, const uses& in_use) {
   return state_->shrink(bytes, in_use);
@@ -126,6 +126,13 @@ std::size_t symmetric_region::compact(const uses& in_use, std::size_t first, std
 
 observer_subscription symmetric_region::observe(region_observer observer) {
   return state_->observers.add(std::move(observer));
+}
+observer_subscription symmetric_region::follow(collective_observer observer) {
+  state_->check_open();
+  return state_->followers.add(std::move(observer));
+}
+change_times symmetric_region::last_change() const noexcept {
+  return state_->times;
 }
 std::size_t symmetric_region::trim_cache() {
   state_->check_open();

@@ -70,6 +70,7 @@ symmetric_region::state::state(std::shared_ptr<bootstrap> ranks_given,
   source.emplace(*on, source_options{.device = device,
                                      .host = options.host,
                                      .share = exchange->transport(),
+                                     .rdma = options.rdma,
                                      .cache_limit = options.cache_limit});
   copies.emplace(*on, device);
   reserve_addresses(options.same_address);
@@ -108,15 +109,23 @@ void symmetric_region::state::reserve_addresses(bool same_wanted) {
   }
 }
 
+symmetric_region::state::~state() {
+  followers.gone();
+}
+
 void symmetric_region::state::close(const uses& in_use) {
   if (closed) return;
   try {
-    agree_on(*ranks, "close", [&] { wait_for(*on, in_use); });
+    agree_on(*ranks, "close", [&] {
+      wait_for(*on, in_use);
+      followers.gone();
+    });
   } catch (const error& gone) {
     if (!ranks->broken()) throw;
     // Whoever is left wants its memory back; its own streams are what counts for that.
     log().warn("closing a symmetric region without its peers: {}", gone.what());
     wait_for(*on, in_use);
+    followers.gone();
   }
   closed = true;
   parts.clear();

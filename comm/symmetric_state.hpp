@@ -2,6 +2,7 @@
 #pragma once
 
 #include "comm/collective_change.hpp"
+#include "comm/collective_observers.hpp"
 #include "lib/memory/copier.hpp"
 #include "lib/memory/memory_source.hpp"
 #include "lib/memory/observers.hpp"
@@ -23,8 +24,11 @@ struct proposal;
 struct symmetric_region::state {
   state(std::shared_ptr<bootstrap> ranks_given, std::shared_ptr<driver> driver_given,
         const symmetric_options& options);
+  state(const state&) = delete;
+  state& operator=(const state&) = delete;
+  ~state();
 
-  grown grow(tier kind, std::size_t bytes);
+  grown grow(tier kind, std::size_t bytes, const uses& in_use);
   std::size_t shrink(std::size_t bytes, const uses& in_use);
   void migrate(std::size_t index, tier kind, const uses& in_use);
   void discard(contents kept, const uses& in_use, std::size_t first, std::size_t count);
@@ -42,7 +46,7 @@ struct symmetric_region::state {
 
   /// Every rank's proposal, all equal but for the tier; else every rank throws the same
   /// invalid_argument. Collective.
-  std::vector<proposal> propose(const proposal& mine);
+  std::vector<proposal> propose(proposal mine);
   /// Completes `change` with what all kinds share, and runs it.
   void run_change(collective_change change, std::uint64_t& counter);
   /// Indices of the discarded segments among [first, last), or of those that are not.
@@ -51,6 +55,7 @@ struct symmetric_region::state {
   /// the job. Discarded ones are in none.
   std::vector<index_range> runs_of_one_tier(index_range within,
                                             const std::vector<proposal>& proposed);
+  region_part own_part();
   /// The bytes from the first to the last of these segments.
   region_change span_of(change_kind kind, const std::vector<std::size_t>& indices);
   void reserve_addresses(bool same_wanted);
@@ -66,10 +71,12 @@ struct symmetric_region::state {
   std::optional<address_range> range;
   std::optional<copier> copies;
   observer_list observers;
+  collective_observer_list followers;
   std::vector<part> parts;  ///< by node rank
   bool same_address = false;
   bool closed = false;
   std::uint64_t epoch = 0;
+  change_times times;
   region_statistics counts;  ///< only what cannot be computed when asked for
 };
 

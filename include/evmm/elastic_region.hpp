@@ -34,6 +34,8 @@ struct region_options {
   bool cpu_access = true;
   /// How handles can leave the process.
   share_kind share = share_kind::fd;
+  /// Whether network cards may reach the DEVICE segments (GPUDirect RDMA).
+  bool rdma = false;
 };
 
 /// A change whose streams were not past it yet; see elastic_region::shrink_later.

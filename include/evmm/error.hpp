@@ -28,7 +28,7 @@ const char* to_string(error_category category) noexcept;
 struct error_info {
   std::string message;    ///< what was asked and what stood in the way, with values and limits
   std::string help = {};  ///< the option or action that would help; empty when there is none
-  int native_code = 0;    ///< CUresult or errno, 0 when neither applies
+  int native_code = 0;    ///< CUresult, errno or ncclResult_t; 0 when none applies
   std::source_location where = std::source_location::current();
 };
 
@@ -38,7 +38,7 @@ class error : public std::runtime_error {
   error(error_category category, error_info info);
 
   error_category category() const noexcept { return category_; }
-  /// CUresult or errno of the call that failed, 0 when the failure was not a call's.
+  /// CUresult, errno or ncclResult_t of the call that failed, 0 when the failure was not a call's.
   int native_code() const noexcept { return info_.native_code; }
   const std::string& message() const noexcept { return info_.message; }
   const std::string& help() const noexcept { return info_.help; }

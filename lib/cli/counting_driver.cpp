@@ -37,6 +37,12 @@ memory_usage counting_driver::usage(memory_location where) const {
 bool counting_driver::can_access(device_id from, device_id to) const {
   return inner_->can_access(from, to);
 }
+std::optional<device_id> counting_driver::current_device() const {
+  return inner_->current_device();
+}
+void counting_driver::set_current_device(device_id device) {
+  inner_->set_current_device(device);
+}
 std::vector<numa_node> counting_driver::numa_nodes() const {
   return inner_->numa_nodes();
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lib/cli/device_checks.hpp"
 
+#include "lib/support/nccl_version.hpp"
 #include "lib/support/text_file.hpp"
 
 #include <fmt/format.h>

@@ -43,6 +43,7 @@ struct elastic_region::state {
         source(*on, {.device = options.device,
                      .host = options.host,
                      .share = options.share,
+                     .rdma = options.rdma,
                      .cache_limit = options.cache_limit}),
         device(options.device),
         range(*on, limits.reserved, limits.granularity),

@@ -90,7 +90,10 @@ memory_lease memory_source::acquire(tier kind, std::size_t bytes) {
   if (kind == tier::device) {
     evict(where, [&] { return driver_.usage(where).free_bytes >= bytes; });
   }
-  const allocation_request request{.bytes = bytes, .where = where, .share = options_.share};
+  const allocation_request request{.bytes = bytes,
+                                   .where = where,
+                                   .share = options_.share,
+                                   .rdma = options_.rdma && kind == tier::device};
   memory_ptr memory;
   try {
     memory = std::make_shared<physical_memory>(driver_, request);

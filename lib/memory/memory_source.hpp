@@ -21,6 +21,7 @@ struct source_options {
   device_id device{0};
   host_placement host = {};
   share_kind share = share_kind::fd;
+  bool rdma = false;
   std::size_t cache_limit = 0;
 };
 

@@ -158,8 +158,8 @@ void measure(benchmark::State& state, const job& at, const ep_case& wanted, step
 }
 
 void add_cases(const job& at) {
-  const auto add_case = [&](const std::string& name, const ep_case& wanted, step what) {
-    add_job_case(
+  const auto add = [&](const std::string& name, const ep_case& wanted, step what) {
+    add_case(
         "ep/" + name + "/tokens:" + std::to_string(wanted.tokens) +
             "/sms:" + std::to_string(wanted.sms) +
             (wanted.spilled > 0 ? "/spill:" + std::to_string(static_cast<int>(wanted.spilled * 100))
@@ -168,15 +168,15 @@ void add_cases(const job& at) {
   };
   for (const std::size_t tokens : {128, 512, 4096, 8192}) {
     for (const int sms : {16, 24, 32, 64}) {
-      add_case("dispatch_fp8", {tokens, ep::payload::fp8, sms}, step::dispatch);
-      add_case("dispatch_fp8_again", {tokens, ep::payload::fp8, sms}, step::dispatch_again);
-      add_case("dispatch_bf16", {tokens, ep::payload::bf16, sms}, step::dispatch);
-      add_case("combine", {tokens, ep::payload::bf16, sms}, step::combine);
+      add("dispatch_fp8", {tokens, ep::payload::fp8, sms}, step::dispatch);
+      add("dispatch_fp8_again", {tokens, ep::payload::fp8, sms}, step::dispatch_again);
+      add("dispatch_bf16", {tokens, ep::payload::bf16, sms}, step::dispatch);
+      add("combine", {tokens, ep::payload::bf16, sms}, step::combine);
     }
   }
   for (const double spilled : {0.1, 0.25, 0.5}) {
-    add_case("dispatch_bf16", {4096, ep::payload::bf16, 24, spilled}, step::dispatch);
-    add_case("combine", {4096, ep::payload::bf16, 24, spilled}, step::combine);
+    add("dispatch_bf16", {4096, ep::payload::bf16, 24, spilled}, step::dispatch);
+    add("combine", {4096, ep::payload::bf16, 24, spilled}, step::combine);
   }
 }
 

@@ -4,10 +4,13 @@
 #include <algorithm>
 #include <cstdio>
 #include <string_view>
+#include <utility>
 
 namespace evmm::bench {
 
 namespace {
+
+constexpr int k_rounds = 5;
 
 /// Ranks other than 0 run the cases and say nothing.
 class silent : public benchmark::BenchmarkReporter {
@@ -18,41 +21,62 @@ class silent : public benchmark::BenchmarkReporter {
 
 }  // namespace
 
-double job::slowest(double mine) const {
-  const auto all = ranks->all_gather_value(mine, "bench: slowest");
+double job::slowest(double seconds) const {
+  const auto all = ranks->all_gather_value(seconds, "bench: slowest");
   return *std::max_element(all.begin(), all.end());
 }
 
-int run_job(int argc, char** argv, void (*add)(const job& at)) {
-  try {
-    const auto ranks = make_mpi_bootstrap();
-    const machine here = find_machine();
-    const job at{
-        .ranks = ranks, .on = here.on, .device = {ranks->node_rank() % here.on->device_count()}};
-    if (ranks->rank() != rank_id{0}) {  // one rank writes the file
-      argc = static_cast<int>(std::remove_if(argv, argv + argc,
-                                             [](const char* argument) {
-                                               return std::string_view(argument).starts_with(
-                                                   "--benchmark_out");
-                                             }) -
-                              argv);
-    }
-    benchmark::Initialize(&argc, argv);
-    if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 2;
-    benchmark::AddCustomContext("ranks", std::to_string(ranks->size()));
-    benchmark::AddCustomContext("device", here.device.name);
-    add(at);
-    if (ranks->rank() == rank_id{0}) {
-      benchmark::RunSpecifiedBenchmarks();
-    } else {
-      silent nobody;
-      benchmark::RunSpecifiedBenchmarks(&nobody);
-    }
-    return 0;
-  } catch (const std::exception& failure) {
-    std::fprintf(stderr, "%s\n", failure.what());
-    return 1;
+void add_case(const std::string& name, int rounds, std::function<void(benchmark::State&)> body) {
+  benchmark::RegisterBenchmark(name.c_str(),
+                               [body = std::move(body)](benchmark::State& state) {
+                                 try {
+                                   body(state);
+                                 } catch (const error& failure) {
+                                   state.SkipWithError(failure.what());
+                                 }
+                               })
+      ->Iterations(rounds)
+      ->UseManualTime()
+      ->Unit(benchmark::kMicrosecond);
+}
+
+void add_case(const job& at, const std::string& name, std::initializer_list<std::size_t> sizes,
+              const std::function<void(benchmark::State&, const job&, std::size_t)>& body) {
+  for (const std::size_t bytes : sizes) {
+    add_case(name + "/bytes:" + std::to_string(bytes), k_rounds,
+             [=](benchmark::State& state) { body(state, at, bytes); });
   }
+}
+
+int run_job(int argc, char** argv, void (*add)(const job& at)) try {
+  const auto ranks = make_mpi_bootstrap();
+  const machine here = find_machine();
+  const job at{.ranks = ranks,
+               .on = test::fault_driver::make(here.on),
+               .device = {ranks->node_rank() % here.on->device_count()}};
+  if (ranks->rank() != rank_id{0}) {  // one rank writes the file
+    argc = static_cast<int>(std::remove_if(argv, argv + argc,
+                                           [](const char* argument) {
+                                             return std::string_view(argument).starts_with(
+                                                 "--benchmark_out");
+                                           }) -
+                            argv);
+  }
+  benchmark::Initialize(&argc, argv);
+  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 2;
+  benchmark::AddCustomContext("ranks", std::to_string(ranks->size()));
+  benchmark::AddCustomContext("device", here.device.name);
+  add(at);
+  if (ranks->rank() == rank_id{0}) {
+    benchmark::RunSpecifiedBenchmarks();
+  } else {
+    silent nobody;
+    benchmark::RunSpecifiedBenchmarks(&nobody);
+  }
+  return 0;
+} catch (const std::exception& failure) {
+  std::fprintf(stderr, "%s: %s\n", argv[0], failure.what());
+  return 1;
 }
 
 }  // namespace evmm::bench

@@ -2,45 +2,42 @@
 #pragma once
 
 #include "tests/bench/bench_support.hpp"
+#include "tests/support/fault_driver.hpp"
 
 #include <evmm/comm/bootstrap.hpp>
+#include <evmm/comm/symmetric_region.hpp>
 
+#include <functional>
+#include <initializer_list>
 #include <memory>
 #include <string>
 
-// Benchmarks that are jobs of several ranks under mpirun: every rank runs the same cases as often,
-// rank 0 reports.
+// Benchmarks that are jobs: every rank runs the same cases, rank 0 reports.
 
 namespace evmm::bench {
 
 /// One rank of a job.
 struct job {
   std::shared_ptr<bootstrap> ranks;
-  std::shared_ptr<driver> on;
+  std::shared_ptr<test::fault_driver> on;  ///< nothing fails; it tells the time in driver calls
   device_id device{0};
 
-  /// The largest of what the ranks give. Collective.
-  double slowest(double mine) const;
+  symmetric_region make(std::size_t reserve) const {
+    return {ranks, on, {.device = device, .reserve = reserve, .cache_limit = 0}};
+  }
+  /// The largest of all ranks'.
+  double slowest(double seconds) const;
 };
 
-/// Registers `body(state)`, run `rounds` times on every rank, with manual time. What it throws, the
-/// same on every rank, skips the case with its reason.
-template <class Body>
-void add_job_case(const std::string& name, int rounds, Body body) {
-  benchmark::RegisterBenchmark(name.c_str(),
-                               [body = std::move(body)](benchmark::State& state) mutable {
-                                 try {
-                                   body(state);
-                                 } catch (const error& failure) {
-                                   state.SkipWithError(failure.what());
-                                 }
-                               })
-      ->Iterations(rounds)
-      ->UseManualTime()
-      ->Unit(benchmark::kMicrosecond);
-}
+/// Registers `body(state)`, run `rounds` times on every rank, with manual time in microseconds. An
+/// error, which is the same on every rank, skips the case with its reason.
+void add_case(const std::string& name, int rounds, std::function<void(benchmark::State&)> body);
+/// Registers `body(state, at, bytes)` for each size: five rounds on every rank, manual time in
+/// microseconds.
+void add_case(const job& at, const std::string& name, std::initializer_list<std::size_t> sizes,
+              const std::function<void(benchmark::State&, const job&, std::size_t)>& body);
 
-/// Runs the benchmarks that `add` registers. Returns the program's exit code.
+/// Runs under mpirun the benchmarks that `add` registers.
 int run_job(int argc, char** argv, void (*add)(const job& at));
 
 }  // namespace evmm::bench

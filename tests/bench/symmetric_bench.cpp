@@ -3,14 +3,10 @@
 // buffer down and building a larger one. Run under mpirun; every rank runs the same cases, rank 0
 // reports the slowest rank.
 #include "tests/bench/job_support.hpp"
-#include "tests/support/fault_driver.hpp"
 
-#include <evmm/comm/bootstrap.hpp>
 #include <evmm/comm/symmetric_heap.hpp>
-#include <evmm/comm/symmetric_region.hpp>
 #include <evmm/units.hpp>
 
-#include <memory>
 #include <optional>
 #include <string>
 
@@ -19,26 +15,10 @@ namespace {
 
 using namespace evmm::units;
 
-constexpr int k_rounds = 5;
-
-/// A job whose driver tells the time in driver calls; nothing fails.
-struct timed_job {
-  std::shared_ptr<bootstrap> ranks;
-  std::shared_ptr<test::fault_driver> on;
-  device_id device{0};
-
-  explicit timed_job(const job& at)
-      : ranks(at.ranks), on(test::fault_driver::make(at.on)), device(at.device) {}
-  symmetric_region make(std::size_t reserve) const {
-    return {ranks, on, {.device = device, .reserve = reserve, .cache_limit = 0}};
-  }
-  double slowest(double mine) const { return job{ranks, on, device}.slowest(mine); }
-};
-
 /// Times `change` on all ranks together: the slowest rank's time, and the most that any rank spent
 /// inside driver calls.
 template <class Change, class Undo>
-void measure(benchmark::State& state, const timed_job& at, std::size_t bytes, Change&& change,
+void measure(benchmark::State& state, const job& at, std::size_t bytes, Change&& change,
              Undo&& undo) {
   double total = 0;
   double in_driver = 0;
@@ -58,7 +38,7 @@ void measure(benchmark::State& state, const timed_job& at, std::size_t bytes, Ch
   state.counters["over_driver"] = total / in_driver;
 }
 
-void grow(benchmark::State& state, const timed_job& at, tier kind, std::size_t bytes) {
+void grow(benchmark::State& state, const job& at, tier kind, std::size_t bytes) {
   auto region = at.make(2 * bytes);
   region.grow(kind, 2_MiB);  // the first use of the host tier chooses its node
   measure(
@@ -66,7 +46,7 @@ void grow(benchmark::State& state, const timed_job& at, tier kind, std::size_t b
   region.close();
 }
 
-void migrate(benchmark::State& state, const timed_job& at, std::size_t bytes) {
+void migrate(benchmark::State& state, const job& at, std::size_t bytes) {
   symmetric_region region(at.ranks, at.on,
                           {.device = at.device, .reserve = bytes, .cache_limit = bytes});
   region.grow(tier::device, bytes);
@@ -80,7 +60,7 @@ void migrate(benchmark::State& state, const timed_job& at, std::size_t bytes) {
 
 /// From `bytes` to twice that by closing the region and making a new one: contents are lost, and
 /// every pointer changes. What programs do whose buffers cannot grow.
-void rebuild(benchmark::State& state, const timed_job& at, tier kind, std::size_t bytes) {
+void rebuild(benchmark::State& state, const job& at, tier kind, std::size_t bytes) {
   std::optional<symmetric_region> region(at.make(2 * bytes));
   region->grow(kind, bytes);
   measure(
@@ -99,7 +79,7 @@ void rebuild(benchmark::State& state, const timed_job& at, tier kind, std::size_
 }
 
 /// 16 segments become one.
-void compact(benchmark::State& state, const timed_job& at, std::size_t bytes) {
+void compact(benchmark::State& state, const job& at, std::size_t bytes) {
   auto region = at.make(2 * bytes);
   const auto build = [&] {
     for (int i = 0; i < 16; ++i) region.grow(tier::device, bytes / 16);
@@ -116,7 +96,7 @@ void compact(benchmark::State& state, const timed_job& at, std::size_t bytes) {
 
 /// A block of the heap is freed and allocated again, on its stream or on two streams in turn, which
 /// then wait for each other.
-void heap_pair(benchmark::State& state, const timed_job& at, bool two_streams) {
+void heap_pair(benchmark::State& state, const job& at, bool two_streams) {
   symmetric_heap heap(at.make(1_GiB));
   const native_stream streams[] = {at.on->create_stream(at.device),
                                    at.on->create_stream(at.device)};
@@ -131,28 +111,20 @@ void heap_pair(benchmark::State& state, const timed_job& at, bool two_streams) {
   for (const native_stream stream : streams) at.on->destroy_stream(stream);
 }
 
-void add_cases(const job& given) {
-  const timed_job at(given);
-  const auto add_case = [&](const std::string& name, std::initializer_list<std::size_t> sizes,
-                            auto body) {
-    for (const std::size_t bytes : sizes) {
-      add_job_case(name + "/bytes:" + std::to_string(bytes), k_rounds,
-                   [=](benchmark::State& state) { body(state, at, bytes); });
-    }
-  };
+void add_cases(const job& at) {
   for (const tier kind : {tier::device, tier::host}) {
     const std::string suffix = "/" + to_string(kind);
-    add_case("symmetric/grow" + suffix, {64_MiB, 1_GiB},
-             [kind](auto& state, const timed_job& job_at, std::size_t bytes) {
+    add_case(at, "symmetric/grow" + suffix, {64_MiB, 1_GiB},
+             [kind](auto& state, const job& job_at, std::size_t bytes) {
                grow(state, job_at, kind, bytes);
              });
-    add_case("symmetric/rebuild" + suffix, {64_MiB, 1_GiB},
-             [kind](auto& state, const timed_job& job_at, std::size_t bytes) {
+    add_case(at, "symmetric/rebuild" + suffix, {64_MiB, 1_GiB},
+             [kind](auto& state, const job& job_at, std::size_t bytes) {
                rebuild(state, job_at, kind, bytes);
              });
   }
-  add_case("symmetric/migrate", {64_MiB}, migrate);
-  add_case("symmetric/compact", {1_GiB}, compact);
+  add_case(at, "symmetric/migrate", {64_MiB}, migrate);
+  add_case(at, "symmetric/compact", {1_GiB}, compact);
   for (const bool two_streams : {false, true}) {
     benchmark::RegisterBenchmark(
         two_streams ? "heap/pair_two_streams" : "heap/pair",

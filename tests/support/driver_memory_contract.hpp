@@ -40,6 +40,16 @@ TEST_P(driver_memory_contract, describes_its_devices_and_refuses_others) {
   }
 }
 
+TEST_P(driver_memory_contract, each_thread_has_its_device) {
+  std::jthread([&] {
+    EXPECT_EQ(on->current_device(), std::nullopt);
+    on->set_current_device(device_id{0});
+    EXPECT_EQ(on->current_device(), device_id{0});
+    EXPECT_THROW(on->set_current_device(device_id{on->device_count()}), invalid_argument);
+    EXPECT_EQ(on->current_device(), device_id{0});
+  }).join();
+}
+
 TEST_P(driver_memory_contract, nodes_ascend_and_others_are_refused) {
   const auto nodes = on->numa_nodes();
   ASSERT_FALSE(nodes.empty());

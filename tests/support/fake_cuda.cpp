@@ -190,6 +190,16 @@ CUresult ctx_current(CUcontext* context) {
   *context = stack.empty() ? nullptr : stack.back();
   return CUDA_SUCCESS;
 }
+CUresult ctx_device(CUdevice* device) {
+  if (need_context() != CUDA_SUCCESS) return CUDA_ERROR_INVALID_CONTEXT;
+  *device = stack.back() == context_of(0) ? 0 : 1;
+  return CUDA_SUCCESS;
+}
+CUresult ctx_set(CUcontext context) {
+  if (!stack.empty()) stack.pop_back();
+  stack.push_back(context);
+  return CUDA_SUCCESS;
+}
 CUresult ctx_push(CUcontext context) {
   stack.push_back(context);
   return CUDA_SUCCESS;
@@ -507,6 +517,8 @@ const std::map<std::string, void*> k_functions = {
     {"cuDevicePrimaryCtxRelease", untyped(primary_release)},
     {"cuDevicePrimaryCtxGetState", untyped(primary_state)},
     {"cuCtxGetCurrent", untyped(ctx_current)},
+    {"cuCtxGetDevice", untyped(ctx_device)},
+    {"cuCtxSetCurrent", untyped(ctx_set)},
     {"cuCtxPushCurrent", untyped(ctx_push)},
     {"cuCtxPopCurrent", untyped(ctx_pop)},
     {"cuMemGetInfo", untyped(mem_info)},

@@ -237,6 +237,49 @@ void wrong_calls_are_refused_alike(const rank_context& at) {
   EXPECT_EQ(region.size(), 0u);
 }
 
+/// What collective observers were asked, in order.
+std::string log_of_collective_observers(const rank_context& at, symmetric_region& region,
+                                        bool refuses, const std::function<void()>& act) {
+  std::string log;
+  const auto note = [&](const char* what) {
+    return [&log, what](const region_change& change) {
+      log += std::string(what) + ' ' + to_string(change.kind) + (change.committed ? "!" : "") + ' ';
+    };
+  };
+  const auto up = [&](const region_change& change, const region_part& part) {
+    note("up")(change);
+    log += std::to_string(part.segments.size()) + ' ';
+    EXPECT_EQ(part.base, region.local());
+    at.ranks->barrier("all ranks are here");
+  };
+  const auto first =
+      region.follow({.before_change = note("ask"), .take_down = note("down"), .bring_up = up});
+  const auto second = region.follow({.take_down = [&](const region_change&) {
+    log += "second ";
+    if (refuses) throw unsupported("cannot come down");
+  }});
+  log += thrown_everywhere(at, act).substr(0, 30);
+  return log;
+}
+
+void collective_observers_go_down_and_come_up_together(const rank_context& at) {
+  auto region = at.make();
+  region.grow(tier::device, at.granule());
+  expect_shared(region, 21);
+  const auto act = [&] { region.migrate(0, tier::host); };
+  const bool last = at.ranks->rank().value == at.ranks->size() - 1;
+  EXPECT_EQ(log_of_collective_observers(at, region, last, act).substr(0, 49),
+            "ask migrate down migrate second up migrate 1 unsu");
+  EXPECT_EQ(region.epoch(), 1u);
+  expect_still_shared(region, 21);
+  EXPECT_EQ(log_of_collective_observers(at, region, false, act),
+            "ask migrate down migrate second up migrate! 1 ");
+  expect_still_shared(region, 21);
+  EXPECT_GT(region.last_change().map.count(), 0);
+  EXPECT_GT(region.last_change().bring_up.count(), 0);
+  region.close();
+}
+
 void one_ranks_observer_vetoes_for_all(const rank_context& at) {
   auto region = at.make();
   region.grow(tier::device, at.granule());
@@ -349,6 +392,7 @@ const std::vector<symmetric_case>& symmetric_cases() {
       EVMM_CASE(large_growth_is_cut_alike_on_all_ranks),
       EVMM_CASE(different_arguments_are_an_error_for_all),
       EVMM_CASE(wrong_calls_are_refused_alike),
+      EVMM_CASE(collective_observers_go_down_and_come_up_together),
       EVMM_CASE(one_ranks_observer_vetoes_for_all),
       EVMM_CASE(the_same_address_everywhere_when_asked_for),
       EVMM_CASE(changes_elsewhere_do_not_stall_a_busy_stream),

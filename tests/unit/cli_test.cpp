@@ -5,6 +5,7 @@
 #include "lib/cli/info.hpp"
 #include "lib/cli/limit_checks.hpp"
 #include "lib/cli/sharing_checks.hpp"
+#include "lib/support/nccl_version.hpp"
 
 #include <evmm/error.hpp>
 #include <evmm/host_driver.hpp>

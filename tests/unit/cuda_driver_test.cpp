@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CUDA driver on a fake libcuda (tests/support/fake_cuda.cpp): how it finds the library and how
 // it calls it. Each test runs in a child process, since a process loads libcuda once.
+#include "tests/support/in_child.hpp"
+
 #include <evmm/driver.hpp>
 #include <evmm/error.hpp>
 #include <evmm/units.hpp>
@@ -8,7 +10,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -17,37 +18,15 @@
 
 #include <dlfcn.h>
 #include <fcntl.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 namespace evmm {
 namespace {
 
 using namespace evmm::units;
+using test::in_child;
 using testing::AllOf;
 using testing::HasSubstr;
-
-using variables = std::vector<std::pair<const char*, const char*>>;
-
-/// Runs `body` in a child with these variables; the test fails where the child's expectations do.
-void in_child(const variables& environment, const std::function<void()>& body) {
-  std::fflush(nullptr);
-  const pid_t child = ::fork();
-  ASSERT_NE(child, -1);
-  if (child == 0) {
-    for (const auto& [name, value] : environment) ::setenv(name, value, 1);
-    try {
-      body();
-    } catch (const std::exception& failure) {
-      ADD_FAILURE() << failure.what();
-    }
-    std::fflush(nullptr);
-    ::_exit(testing::Test::HasFailure() ? 1 : 0);
-  }
-  int status = 0;
-  ASSERT_EQ(::waitpid(child, &status, 0), child);
-  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "the child failed: " << status;
-}
 
 /// A function of the fake library, which the driver has loaded.
 template <class Function>
@@ -116,6 +95,19 @@ TEST(cuda_driver, tells_what_is_here) {
                 HasSubstr("there is no DEVICE 2"));
     EXPECT_THAT(refusal<invalid_argument>([&] { on->usage(memory_location::on(numa_node{-1})); }),
                 HasSubstr("HOST_NUMA -1"));
+  });
+}
+
+TEST(cuda_driver, a_threads_device_is_that_of_its_context) {
+  in_child({}, [] {
+    const auto on = make_cuda_driver();
+    EXPECT_EQ(on->current_device(), std::nullopt);
+    EXPECT_THAT(refusal<invalid_argument>([&] { on->set_current_device(device_id{2}); }),
+                HasSubstr("there is no DEVICE 2"));
+    for (const int wanted : {1, 0}) {
+      on->set_current_device(device_id{wanted});
+      EXPECT_EQ(on->current_device(), device_id{wanted});
+    }
   });
 }
 

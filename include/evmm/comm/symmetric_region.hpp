@@ -7,7 +7,9 @@
 #include <evmm/region.hpp>
 #include <evmm/topology.hpp>
 
+#include <chrono>
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -31,8 +33,42 @@ struct symmetric_options {
   host_placement host = {};
   /// Whether the CPUs may touch host segments, this rank's and its peers'.
   bool cpu_access = true;
+  /// Whether network cards may reach this rank's DEVICE segments (GPUDirect RDMA), as NCCL needs it
+  /// between nodes.
+  bool rdma = false;
   /// Try for the same base address on all ranks of the job. Best effort: see same_address().
   bool same_address = false;
+};
+
+/// This rank's part of a region, as collective observers see it.
+struct region_part {
+  std::byte* base = nullptr;
+  std::vector<segment> segments = {};
+};
+
+/// Follows a region's changes on all ranks together: what can only be made by all of them, such as
+/// an NCCL window. All ranks add the same observers in the same order, and drop them between the
+/// same changes; a change that finds other observers on another rank is an invalid_argument.
+///
+/// A change asks, waits for the streams in its `uses`, takes down, replaces memory, commits or
+/// rolls back, and brings up.
+struct collective_observer {
+  /// Local. May throw to forbid the change on all ranks, before anything was done.
+  std::function<void(const region_change&)> before_change = {};
+  /// Local: lets go of the memory that the change replaces, before any rank does so. When it throws
+  /// on any rank, the change is off and all ranks bring up.
+  std::function<void(const region_change&)> take_down = {};
+  /// Collective: every rank is here, the change holds or is off (see `committed`) and memory is in
+  /// place. It cannot undo the change: what it throws is logged, and it remembers by itself. Where
+  /// the ranks have lost each other it is called as well, and finds out.
+  std::function<void(const region_change&, const region_part&)> bring_up = {};
+  /// Local: the region is being closed or destroyed, its memory still in place.
+  std::function<void()> gone = {};
+};
+
+/// Time this rank spent in each step of a change, waiting for the other ranks included.
+struct change_times {
+  std::chrono::nanoseconds propose{}, prepare{}, quiesce{}, take_down{}, copy{}, map{}, bring_up{};
 };
 
 /// A region of the same size and the same segments on every rank, each rank's part mapped by every
@@ -96,8 +132,10 @@ class symmetric_region {
   // --- collective changes ---------------------------------------------------------------------
 
   /// Appends segments of the same size on all ranks, in the tier that each rank names.
-  /// `bytes` is equal on all ranks; rounding as elastic_region::grow.
-  grown grow(tier kind, std::size_t bytes);
+  /// `bytes` is equal on all ranks; rounding as elastic_region::grow. No memory is taken away, but
+  /// observers may take down what is to grow with it, such as a window over the whole region: name
+  /// the streams that use that.
+  grown grow(tier kind, std::size_t bytes, const uses& in_use = {});
   /// As elastic_region::shrink; `bytes` equal on all ranks.
   std::size_t shrink(std::size_t bytes, const uses& in_use = {});
   /// Moves segment `index` (equal on all ranks) to the tier that each rank names.
@@ -115,6 +153,10 @@ class symmetric_region {
 
   /// Local. Observers see each change once a rank; before_change may veto it for all ranks.
   [[nodiscard]] observer_subscription observe(region_observer observer);
+  /// Follows the region together with the other ranks, which all make this call. It does not block.
+  [[nodiscard]] observer_subscription follow(collective_observer observer);
+  /// Of the latest change, whether it held or not.
+  change_times last_change() const noexcept;
   /// Local: releases cached handles.
   std::size_t trim_cache();
 

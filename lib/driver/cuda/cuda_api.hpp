@@ -27,6 +27,8 @@ namespace evmm {
   entry(primary_ctx_release, cuDevicePrimaryCtxRelease, 11000)                 \
   entry(primary_ctx_get_state, cuDevicePrimaryCtxGetState, 7000)               \
   entry(ctx_get_current, cuCtxGetCurrent, 4000)                                \
+  entry(ctx_set_current, cuCtxSetCurrent, 4000)                                \
+  entry(ctx_get_device, cuCtxGetDevice, 2000)                                  \
   entry(ctx_push_current, cuCtxPushCurrent, 4000)                              \
   entry(ctx_pop_current, cuCtxPopCurrent, 4000)                                \
   entry(mem_get_info, cuMemGetInfo, 3020)                                      \

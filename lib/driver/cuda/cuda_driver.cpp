@@ -222,6 +222,23 @@ bool cuda_driver::can_access(device_id from, device_id to) const {
   return can != 0;
 }
 
+std::optional<device_id> cuda_driver::current_device() const {
+  check_caller();
+  CUdevice current = 0;
+  if (api_.ctx_get_device(&current) != CUDA_SUCCESS) return std::nullopt;
+  for (std::size_t i = 0; i < devices_.size(); ++i) {
+    if (devices_[i].device == current) return device_id{static_cast<int>(i)};
+  }
+  return std::nullopt;
+}
+
+void cuda_driver::set_current_device(device_id device) {
+  check_caller();
+  entry(device);
+  check(api_, api_.ctx_set_current(contexts_.of(device)),
+        [&] { return fmt::format("make DEVICE {} current", device.value); });
+}
+
 std::vector<numa_node> cuda_driver::numa_nodes() const {
   check_caller();
   return nodes_;

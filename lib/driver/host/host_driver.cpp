@@ -43,6 +43,12 @@ void check_touch(const memory_table& memory, address at, std::size_t bytes, acce
   }
 }
 
+/// Of all host drivers of the process, as CUDA's is.
+std::optional<device_id>& this_threads_device() {
+  thread_local std::optional<device_id> current;
+  return current;
+}
+
 /// Puts the tables together and keeps out calls that CUDA would not survive.
 class host_driver_impl final : public host_driver {
  public:
@@ -114,6 +120,16 @@ class host_driver_impl final : public host_driver {
     check(from);
     check(to);
     return true;
+  }
+
+  std::optional<device_id> current_device() const override {
+    check_caller();
+    return this_threads_device();
+  }
+
+  void set_current_device(device_id device) override {
+    check(device);
+    this_threads_device() = device;
   }
 
   std::vector<numa_node> numa_nodes() const override {

@@ -153,7 +153,8 @@ allocation_handle memory_table::create(const allocation_request& request) {
                       "set host_driver_options::fabric (EVMM_HOST_FABRIC=1), or share by fd");
   }
   check_room(payer, request.where, request.bytes, "cannot create");
-  physical made{make_pages(request.bytes), request.bytes, request.where.kind, request.share};
+  physical made{make_pages(request.bytes, request.where.kind), request.bytes, request.where.kind,
+                request.share};
   if (request.where.kind == tier::host) {
     bind_pages(made.pages.get(), request.bytes, numa_node{request.where.index});
   }

@@ -71,8 +71,9 @@ constexpr int k_reserved = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 
 }  // namespace
 
-unique_fd make_pages(std::size_t bytes) {
-  unique_fd fd(::memfd_create("evmm", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+unique_fd make_pages(std::size_t bytes, tier kind) {
+  const char* const name = kind == tier::device ? "evmm-device" : "evmm-host";
+  unique_fd fd(::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) fail("memfd_create", errno);
   if (::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) {
     fail(fmt::format("sizing a memfd to {}", format_bytes(bytes)), errno);

@@ -16,7 +16,7 @@ inline constexpr std::size_t k_granularity = std::size_t{2} << 20;
 // --- physical memory: one memfd a handle ------------------------------------------------------
 
 /// Zeroed, sparse pages of a size that nobody can change later.
-unique_fd make_pages(std::size_t bytes);
+unique_fd make_pages(std::size_t bytes, tier kind);
 /// Binds the pages to a NUMA node when the machine has it and the kernel allows it.
 void bind_pages(int fd, std::size_t bytes, numa_node node) noexcept;
 /// A second descriptor of the same pages.

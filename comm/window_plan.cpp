@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "comm/window_plan.hpp"
+
+#include "lib/support/format.hpp"
+
+#include <evmm/error.hpp>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <optional>
+
+namespace evmm {
+
+namespace {
+
+std::size_t end_of(const segment& of) {
+  return of.offset + of.bytes;
+}
+
+/// "segment 1 (2.0 MiB at 4.0 MiB)".
+std::string name_of(const std::vector<segment>& segments, std::size_t index) {
+  return fmt::format("segment {} ({} at {})", index, format_bytes(segments[index].bytes),
+                     format_bytes(segments[index].offset));
+}
+
+/// The lowest rank of which segment `index` is so.
+template <class Predicate>
+std::optional<std::size_t> first_rank(const std::vector<std::vector<segment>>& of_ranks,
+                                      std::size_t index, Predicate is_so) {
+  for (std::size_t r = 0; r < of_ranks.size(); ++r) {
+    if (is_so(of_ranks[r].at(index))) return r;
+  }
+  return std::nullopt;
+}
+
+/// The segment where the range starts.
+std::size_t first_segment(const std::vector<segment>& segments, std::size_t offset) {
+  const auto next = std::find_if(segments.begin(), segments.end(),
+                                 [&](const segment& each) { return end_of(each) > offset; });
+  if (next->offset != offset) {
+    throw invalid_argument(
+        fmt::format("the range starts {} bytes into {}", offset - next->offset,
+                    name_of(segments, static_cast<std::size_t>(next - segments.begin()))),
+        fmt::format("start where a segment does, such as at {} or {}: NCCL takes handles whole",
+                    next->offset, end_of(*next)));
+  }
+  return static_cast<std::size_t>(next - segments.begin());
+}
+
+}  // namespace
+
+void check_range(const nccl_range& range) {
+  if (range.bytes % nccl_window_alignment != 0) {
+    throw invalid_argument(fmt::format("{} bytes for NCCL to register", range.bytes),
+                           fmt::format("give a multiple of {}", nccl_window_alignment));
+  }
+  if (range.offset > static_cast<std::size_t>(-1) - range.bytes) {
+    throw invalid_argument(
+        fmt::format("{} bytes at {} pass the end of addresses", range.bytes, range.offset));
+  }
+}
+
+std::vector<planned_piece> plan_windows(const nccl_communicator::state& on, const nccl_range& range,
+                                        nccl_kind kind,
+                                        const std::vector<std::vector<segment>>& of_ranks) {
+  const std::vector<segment>& segments = of_ranks.front();
+  const std::size_t size = segments.empty() ? 0 : end_of(segments.back());
+  const std::size_t end = range.bytes == 0 ? size : range.offset + range.bytes;
+  if (range.bytes == 0 && range.offset >= size) return {};
+  if (end > size) {
+    throw invalid_argument(
+        fmt::format("the range of {} at {} ends past the {} that are backed",
+                    format_bytes(range.bytes), format_bytes(range.offset), format_bytes(size)),
+        "grow the region first");
+  }
+  const bool buffers = kind == nccl_kind::user_buffer;
+  const bool joins = !buffers && on.why_not(nccl_ability::several_segments).empty();
+  const auto host_ability = on.ranks->node_count() > 1 ? nccl_ability::host_segments_over_network
+                                                       : nccl_ability::host_segments;
+  std::vector<planned_piece> planned;
+  for (std::size_t i = first_segment(segments, range.offset);
+       i < segments.size() && segments[i].offset < end; ++i) {
+    const segment& here = segments[i];
+    if (first_rank(of_ranks, i,
+                   [](const segment& of) { return of.state != segment_state::mapped; })) {
+      throw invalid_argument(name_of(segments, i) + " is discarded: NCCL needs every byte mapped",
+                             "restore() brings the memory and the window back");
+    }
+    if (const auto rank = first_rank(
+            of_ranks, i, [](const segment& of) { return of.where.kind == tier::host; })) {
+      if (range.device_only || buffers) continue;
+      on.require(host_ability,
+                 fmt::format("{} is HOST_NUMA on rank {}", name_of(segments, i), *rank));
+    }
+    const std::size_t bytes = std::min(end_of(here), end) - here.offset;
+    planned_piece* const last = planned.empty() ? nullptr : &planned.back();
+    if (joins && last != nullptr && last->offset + last->bytes == here.offset) {
+      last->bytes += bytes;
+      last->taken += here.bytes;
+    } else {
+      planned.push_back({here.offset, bytes, here.bytes});
+    }
+  }
+  return planned;
+}
+
+}  // namespace evmm

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+
+// A libnccl without GPUs, for memory of the host driver: ranks are threads or processes of one
+// machine. It looks up in /proc which handles lie behind an address, maps peers' memory as NCCL
+// does, and does wrong what each version does wrong. Settings come from FAKE_NCCL_* (the names
+// below, in capitals) when it is loaded, and from fake_nccl_configure.
+
+namespace evmm::test {
+
+/// What a rank does at the registration of a window that is to fail.
+enum class fake_failure : int {
+  none,
+  report,  ///< takes part, and reports an error where its peers succeed
+  absent,  ///< reports an error at once: its peers wait for it
+};
+
+struct fake_nccl_settings {
+  int version = 22809;
+  int null_windows = 0;  ///< no symmetric support: success, and a null window
+  int fail_rank = -1;    ///< the rank that fails, below
+  int fail_after = 0;    ///< window registrations of that rank which still go well
+  fake_failure fail_register = fake_failure::none;
+  int fail_deregister = 0;  ///< the next deregistration of that rank fails
+  int fail_init = 0;        ///< its next communicator fails
+};
+
+/// Of this process.
+struct fake_nccl_counts {
+  int communicators = 0;
+  int windows = 0, buffers = 0;   ///< registered now
+  std::size_t window_bytes = 0;   ///< behind them
+  int registrations = 0;          ///< of windows, ever
+  int collectives = 0;            ///< ever
+  int registered_before_any = 0;  ///< windows registered before the communicator's first collective
+  int remapped = 0;               ///< windows whose memory was replaced while they were live
+  int allocations = 0;            ///< by ncclMemAlloc, and not freed
+};
+
+}  // namespace evmm::test
+
+extern "C" {
+void fake_nccl_configure(const evmm::test::fake_nccl_settings* settings);
+evmm::test::fake_nccl_counts fake_nccl_count();
+}

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "tests/support/fake_nccl.hpp"
+#include "tests/support/nccl_window_checks.hpp"
+#include "tests/support/symmetric_cases.hpp"
+#include "tests/support/thread_ranks.hpp"
+
+#include <evmm/comm/nccl_communicator.hpp>
+#include <evmm/comm/nccl_window.hpp>
+#include <evmm/comm/symmetric_region.hpp>
+#include <evmm/host_driver.hpp>
+#include <evmm/units.hpp>
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <string>
+#include <vector>
+
+// Ranks with regions and windows on the fake NCCL.
+
+namespace evmm::test {
+
+using namespace evmm::units;
+
+/// Threads as ranks, each with a driver of its own; what one throws fails the test.
+inline void run_nccl_ranks(int size, const std::function<void(const rank_context&)>& body,
+                           bootstrap::milliseconds timeout = bootstrap::milliseconds(20'000)) {
+  const auto bootstraps = make_thread_bootstraps(size);
+  for (const auto& one : bootstraps) one->set_timeout(timeout);
+  const auto thrown = run_ranks(size, [&](int rank) {
+    body({.ranks = bootstraps[static_cast<std::size_t>(rank)],
+          .on = host_driver::make({.device_bytes = 1_GiB, .host_bytes = 4_GiB})});
+  });
+  for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
+}
+
+/// Every test starts from a fake of one version, and ends with nothing registered in it.
+class nccl_fixture {
+ public:
+  explicit nccl_fixture(fake_nccl_settings settings) { fake_nccl_configure(&settings); }
+  nccl_fixture(const nccl_fixture&) = delete;
+  nccl_fixture& operator=(const nccl_fixture&) = delete;
+  ~nccl_fixture() {
+    const fake_nccl_counts left = fake_nccl_count();
+    EXPECT_EQ(left.communicators, 0);
+    EXPECT_EQ(left.windows, 0);
+    EXPECT_EQ(left.buffers, 0);
+    EXPECT_EQ(left.window_bytes, 0u);
+    EXPECT_EQ(left.remapped, before_.remapped) << "memory was replaced under a live window";
+    EXPECT_EQ(left.registered_before_any, before_.registered_before_any);
+  }
+
+ private:
+  fake_nccl_counts before_ = fake_nccl_count();
+};
+
+/// What `call` throws: the same text on every rank.
+inline std::string thrown_by_all(bootstrap& ranks, const std::function<void()>& call) {
+  const std::string said = thrown_by(call);
+  for (const auto& other : ranks.all_gather(std::as_bytes(std::span{said}), "test: thrown")) {
+    EXPECT_EQ(std::string(reinterpret_cast<const char*>(other.data()), other.size()), said)
+        << "all ranks throw the same error";
+  }
+  return said;
+}
+
+}  // namespace evmm::test
