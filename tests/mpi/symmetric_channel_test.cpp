@@ -23,8 +23,10 @@ TEST_P(channel_processes, holds) {
   GetParam().run(
       {.ranks = world(), .on = on, .device = {world()->node_rank() % on->device_count()}});
 }
-INSTANTIATE_TEST_SUITE_P(all, channel_processes, ::testing::ValuesIn(channel_cases()),
-                         [](const auto& info) { return info.param.name; });
+const auto k_name = [](const auto& info) { return info.param.name; };
+INSTANTIATE_TEST_SUITE_P(pairs, channel_processes, ::testing::ValuesIn(channel_cases()), k_name);
+INSTANTIATE_TEST_SUITE_P(all, channel_processes, ::testing::ValuesIn(channel_collective_cases()),
+                         k_name);
 
 }  // namespace
 }  // namespace evmm::test

@@ -1,93 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tests/support/channel_cases.hpp"
-
-#include "tests/support/patterns.hpp"
+#include "tests/support/channel_bench.hpp"
 #include "tests/support/thread_ranks.hpp"
-
-#include <evmm/comm/symmetric_channel.hpp>
-#include <evmm/error.hpp>
-#include <evmm/units.hpp>
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <random>
-#include <thread>
+#include <array>
+#include <functional>
 
 namespace evmm::test {
 
-using namespace evmm::units;
-
 namespace {
 
-constexpr std::size_t k_chunk = 64_KiB;  // small, so that messages are cut
-
-/// A region, a channel on it and a stream, on one rank.
-struct bench {
-  explicit bench(const rank_context& context,
-                 const channel_options& options = {.chunk_bytes = k_chunk, .chunks = 3})
-      : at(context),
-        region(grown_region(context)),
-        channel(region, options),
-        stream(context.on->create_stream(context.device)) {}
-  bench(const bench&) = delete;
-  bench& operator=(const bench&) = delete;
-  ~bench() { at.on->destroy_stream(stream); }
-
-  static symmetric_region grown_region(const rank_context& context) {
-    symmetric_region made = context.make();
-    made.grow(tier::device, context.granule());
-    made.grow(tier::host, context.granule());
-    return made;
-  }
-
-  int ranks() const { return at.ranks->size(); }
-  int me() const { return at.ranks->rank().value; }
-  address own(std::size_t offset) const {
-    return reinterpret_cast<address>(region.local()) + offset;
-  }
-  std::span<const std::byte> part(std::size_t offset, std::size_t bytes) const {
-    return {region.local() + offset, bytes};
-  }
-  void write(std::size_t offset, std::size_t bytes, std::uint64_t seed) const {
-    write_pattern(*at.on, own(offset), bytes, seed, at.device);
-  }
-  bool holds(std::size_t offset, std::size_t bytes, std::uint64_t seed) const {
-    return bytes == 0 || holds_pattern(*at.on, own(offset), bytes, seed, at.device);
-  }
-  /// Zeroes words of this rank's part, before anybody signals there.
-  void clear_words(std::size_t offset, std::size_t count) {
-    at.on->fill(own(offset), std::byte{0}, 8 * count, stream);
-    channel.synchronize(stream);
-    at.ranks->barrier("test: words are zero");
-  }
-  void finish() {
-    channel.synchronize(stream);
-    channel.close();
-    region.close();
-  }
-
-  const rank_context& at;
-  symmetric_region region;
-  symmetric_channel channel;
-  native_stream stream;
-};
-
-std::uint64_t seed_of(std::uint64_t round, int from, int to) {
-  return round * 10'000 + static_cast<std::uint64_t>(from) * 100 + static_cast<std::uint64_t>(to);
-}
-
-/// Something of random length between two operations of a stream, to shift ranks against each
-/// other.
-void dawdle(const bench& b, std::mt19937& random) {
-  const unsigned turns = random() % 64;
-  b.at.on->launch(b.stream, [turns] {
-    for (unsigned i = 0; i < turns; ++i) std::this_thread::yield();
-  });
-}
-
 void puts_and_gets_reach_every_rank(const rank_context& at) {
-  bench b(at);
+  channel_bench b(at);
   const std::size_t slot = 2 * at.granule() / (2 * static_cast<std::size_t>(b.ranks()) + 2) / 8 * 8;
   const auto n = static_cast<std::size_t>(b.ranks());
   // Own patterns lie in the first half, what others put in the second.
@@ -118,7 +44,7 @@ void puts_and_gets_reach_every_rank(const rank_context& at) {
 }
 
 void says_which_path_it_took(const rank_context& at) {
-  bench b(at);
+  channel_bench b(at);
   std::size_t far = 0;
   std::size_t near = 0;
   for (int r = 0; r < b.ranks(); ++r) {
@@ -144,7 +70,7 @@ void says_which_path_it_took(const rank_context& at) {
 }
 
 void a_signal_follows_its_bytes(const rank_context& at) {
-  bench b(at);
+  channel_bench b(at);
   constexpr std::size_t words = 0;
   const std::size_t data = at.granule() - 128_KiB;  // across the tiers
   constexpr std::size_t bytes = 200'000;
@@ -174,7 +100,7 @@ void a_signal_follows_its_bytes(const rank_context& at) {
 }
 
 void a_target_need_not_call_anything(const rank_context& at) {
-  bench b(at);
+  channel_bench b(at);
   constexpr std::size_t bytes = 300'000;
   const rank_id last{b.ranks() - 1};
   if (b.me() == 0) {
@@ -191,7 +117,7 @@ void a_target_need_not_call_anything(const rank_context& at) {
 }
 
 void random_traffic_arrives_byte_for_byte(const rank_context& at) {
-  bench b(at);
+  channel_bench b(at);
   const auto n = static_cast<std::size_t>(b.ranks());
   const std::size_t slot = 2 * at.granule() / n;
   const std::size_t most = std::min<std::size_t>(slot, 400'000);
@@ -244,107 +170,8 @@ void random_traffic_arrives_byte_for_byte(const rank_context& at) {
   b.finish();
 }
 
-/// Bytes from one rank to another in a round: some none, some few, one pair nearly everything.
-std::size_t skewed(std::uint64_t round, int from, int to, int ranks, std::size_t most) {
-  std::mt19937 random(static_cast<unsigned>(seed_of(round, from, to)));
-  if (from == static_cast<int>(round) % ranks && to == static_cast<int>(round + 1) % ranks)
-    return most;
-  switch (random() % 3) {
-    case 0:
-      return 0;
-    case 1:
-      return random() % 64;
-    default:
-      return random() % (most / 4);
-  }
-}
-
-void all_to_all_v_moves_skewed_blocks(const rank_context& at) {
-  for (const bool checked : {false, true}) {
-    bench b(at, {.chunk_bytes = k_chunk, .chunks = 2, .check_counts = checked});
-    const std::size_t half = at.granule();
-    const std::size_t slot = half / static_cast<std::size_t>(b.ranks()) / 8 * 8;
-    std::mt19937 delays(static_cast<unsigned>(b.me()));
-    for (std::uint64_t round = 1; round <= 5; ++round) {
-      std::vector<outgoing_block> out;
-      std::vector<incoming_block> in;
-      for (int r = 0; r < b.ranks(); ++r) {
-        const auto peer = static_cast<std::size_t>(r);
-        out.push_back({.from = peer * slot,
-                       .to = half + static_cast<std::size_t>(b.me()) * slot,
-                       .bytes = skewed(round, b.me(), r, b.ranks(), slot)});
-        in.push_back(
-            {.at = half + peer * slot, .bytes = skewed(round, r, b.me(), b.ranks(), slot)});
-        if (out.back().bytes > 0) {
-          b.write(out.back().from, out.back().bytes, seed_of(round, b.me(), r));
-        }
-      }
-      dawdle(b, delays);
-      b.channel.all_to_all_v(out, in, b.stream);
-      b.channel.synchronize(b.stream);
-      for (int r = 0; r < b.ranks(); ++r) {
-        const incoming_block& block = in[static_cast<std::size_t>(r)];
-        EXPECT_TRUE(b.holds(block.at, block.bytes, seed_of(round, r, b.me())))
-            << "round " << round << " from rank " << r;
-      }
-    }
-    b.finish();
-  }
-}
-
-void no_block_is_written_before_its_receiver_is_there(const rank_context& at) {
-  bench b(at);
-  std::vector<outgoing_block> out(static_cast<std::size_t>(b.ranks()), {0, 0, 0});
-  std::vector<incoming_block> in(out.size());
-  const int last = b.ranks() - 1;
-  if (b.me() == 0) out.back() = {.from = 0, .to = 4096, .bytes = 4096};
-  if (b.me() == last) in.front() = {.at = 4096, .bytes = 4096};
-  if (b.ranks() == 1) in.front() = {.at = 4096, .bytes = 4096};
-  b.write(0, 4096, seed_of(1, b.me(), 0));
-  const auto read = [&] {
-    std::vector<std::byte> found(4096);
-    at.on->copy(reinterpret_cast<address>(found.data()), b.own(4096), found.size(), b.stream);
-    b.channel.synchronize(b.stream);
-    return found;
-  };
-  const auto before = read();
-  at.ranks->barrier("test: all have read");
-  const bool receives = b.me() == last && last != 0;
-  if (!receives) b.channel.all_to_all_v(out, in, b.stream);
-  // The others are under way, and may not have touched this.
-  if (receives) {
-    EXPECT_EQ(read(), before);
-    b.channel.all_to_all_v(out, in, b.stream);
-  }
-  b.channel.synchronize(b.stream);
-  if (b.me() == last) {
-    EXPECT_TRUE(b.holds(4096, 4096, seed_of(1, 0, 0)));
-  }
-  b.finish();
-}
-
-void a_barrier_orders_the_streams_of_all_ranks(const rank_context& at) {
-  bench b(at);
-  const auto n = static_cast<std::size_t>(b.ranks());
-  b.clear_words(0, n);
-  std::mt19937 delays(static_cast<unsigned>(b.me()));
-  for (std::uint64_t round = 1; round <= 10; ++round) {
-    dawdle(b, delays);
-    for (int r = 0; r < b.ranks(); ++r) {
-      b.channel.signal({r}, {8 * static_cast<std::size_t>(b.me()), round}, b.stream);
-    }
-    b.channel.barrier(b.stream);
-    std::vector<std::uint64_t> words(n);
-    at.on->copy(reinterpret_cast<address>(words.data()), b.own(0), 8 * n, b.stream);
-    b.channel.barrier(b.stream);
-    b.channel.synchronize(b.stream);
-    EXPECT_EQ(words, std::vector<std::uint64_t>(n, round));
-  }
-  b.finish();
-}
-
 void goes_on_while_the_region_changes(const rank_context& at) {
-  bench b(at);
+  channel_bench b(at);
   const rank_id next{(b.me() + 1) % b.ranks()};
   const rank_id previous{(b.me() + b.ranks() - 1) % b.ranks()};
   for (std::uint64_t round = 1; round <= 4; ++round) {
@@ -370,7 +197,7 @@ void goes_on_while_the_region_changes(const rank_context& at) {
 }
 
 void wrong_calls_are_refused_with_value_and_limit(const rank_context& at) {
-  bench b(at);
+  channel_bench b(at);
   const std::size_t size = b.region.size();
   const auto says = [&](const std::function<void()>& call, const std::string& part) {
     const std::string said = thrown_by(call);
@@ -402,24 +229,6 @@ void wrong_calls_are_refused_with_value_and_limit(const rank_context& at) {
   b.region.close();
 }
 
-void counts_that_disagree_are_named_to_all(const rank_context& at) {
-  bench b(at, {.check_counts = true});
-  if (b.ranks() > 1) {
-    std::vector<outgoing_block> out(static_cast<std::size_t>(b.ranks()));
-    std::vector<incoming_block> in(out.size());
-    if (b.me() == 0) out[1] = {.from = 0, .to = 64, .bytes = 24};
-    if (b.me() == 1) in[0] = {.at = 64, .bytes = 16};
-    const std::string said = thrown_by([&] { b.channel.all_to_all_v(out, in, b.stream); });
-    EXPECT_EQ(said.find("invalid_argument"), 0u) << said;
-    EXPECT_NE(said.find("rank 0 sends 24 bytes to offset 64 of rank 1, which expects 16 bytes"),
-              std::string::npos)
-        << said;
-    if (b.me() == 1) in[0] = {.at = 64, .bytes = 24};
-    b.channel.all_to_all_v(out, in, b.stream);
-  }
-  b.finish();
-}
-
 }  // namespace
 
 const std::vector<symmetric_case>& channel_cases() {
@@ -431,12 +240,8 @@ const std::vector<symmetric_case>& channel_cases() {
       EVMM_CASE(a_signal_follows_its_bytes),
       EVMM_CASE(a_target_need_not_call_anything),
       EVMM_CASE(random_traffic_arrives_byte_for_byte),
-      EVMM_CASE(all_to_all_v_moves_skewed_blocks),
-      EVMM_CASE(no_block_is_written_before_its_receiver_is_there),
-      EVMM_CASE(a_barrier_orders_the_streams_of_all_ranks),
       EVMM_CASE(goes_on_while_the_region_changes),
       EVMM_CASE(wrong_calls_are_refused_with_value_and_limit),
-      EVMM_CASE(counts_that_disagree_are_named_to_all),
   };
 #undef EVMM_CASE
   return all;

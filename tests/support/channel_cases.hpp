@@ -10,6 +10,9 @@
 
 namespace evmm::test {
 
+/// Calls between two ranks, and what the channel refuses.
 const std::vector<symmetric_case>& channel_cases();
+/// Calls that all ranks make together.
+const std::vector<symmetric_case>& channel_collective_cases();
 
 }  // namespace evmm::test

@@ -52,12 +52,16 @@ TEST_P(channel_threads, holds) {
   const auto& [tried, hosts] = GetParam();
   run_hosts(hosts, tried.run);
 }
+const auto k_hosts = ::testing::Values("a", "aaa", "aabb", "abc", "aaab");
+const auto k_name = [](const auto& info) {
+  return std::get<0>(info.param).name + "_" + std::get<1>(info.param);
+};
+INSTANTIATE_TEST_SUITE_P(pairs, channel_threads,
+                         ::testing::Combine(::testing::ValuesIn(channel_cases()), k_hosts), k_name);
 INSTANTIATE_TEST_SUITE_P(all, channel_threads,
-                         ::testing::Combine(::testing::ValuesIn(channel_cases()),
-                                            ::testing::Values("a", "aaa", "aabb", "abc", "aaab")),
-                         [](const auto& info) {
-                           return std::get<0>(info.param).name + "_" + std::get<1>(info.param);
-                         });
+                         ::testing::Combine(::testing::ValuesIn(channel_collective_cases()),
+                                            k_hosts),
+                         k_name);
 
 // --- ranks that are lost ------------------------------------------------------------------------
 
