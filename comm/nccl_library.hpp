@@ -41,6 +41,7 @@ struct nccl_config {
 
 inline constexpr int nccl_window_default = 0;    // NCCL_WIN_DEFAULT
 inline constexpr int nccl_window_symmetric = 1;  // NCCL_WIN_COLL_SYMMETRIC
+inline constexpr int nccl_int8 = 0;              // ncclInt8
 inline constexpr int nccl_int32 = 2;             // ncclInt32
 inline constexpr int nccl_sum = 0;               // ncclSum
 inline constexpr std::size_t nccl_window_alignment = 4096;
@@ -62,7 +63,11 @@ inline constexpr std::size_t nccl_window_alignment = 4096;
   entry(comm_rank, ncclCommUserRank, int(const ncclComm*, int*))                                  \
   entry(comm_device, ncclCommCuDevice, int(const ncclComm*, int*))                                \
   entry(all_reduce, ncclAllReduce,                                                                \
-        int(const void*, void*, std::size_t, int, int, ncclComm*, native_stream))
+        int(const void*, void*, std::size_t, int, int, ncclComm*, native_stream))                 \
+  entry(group_start, ncclGroupStart, int())                                                       \
+  entry(group_end, ncclGroupEnd, int())                                                           \
+  entry(send, ncclSend, int(const void*, std::size_t, int, int, ncclComm*, native_stream))        \
+  entry(receive, ncclRecv, int(void*, std::size_t, int, int, ncclComm*, native_stream))
 
 /// Those that an older NCCL lacks; null then.
 #define EVMM_NCCL_LATER_ENTRY_POINTS(entry)                                                       \

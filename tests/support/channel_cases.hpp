@@ -3,6 +3,8 @@
 
 #include "tests/support/symmetric_cases.hpp"
 
+#include <evmm/comm/symmetric_channel.hpp>
+
 #include <vector>
 
 // What symmetric_channel promises, as cases that every rank runs side by side, on one node or on
@@ -14,5 +16,8 @@ namespace evmm::test {
 const std::vector<symmetric_case>& channel_cases();
 /// Calls that all ranks make together.
 const std::vector<symmetric_case>& channel_collective_cases();
+
+/// all_to_all_v with blocks of very different sizes, over rounds, on a channel of these options.
+void run_skewed_all_to_all(const rank_context& at, const channel_options& options);
 
 }  // namespace evmm::test

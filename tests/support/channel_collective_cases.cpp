@@ -27,34 +27,7 @@ std::size_t skewed(std::uint64_t round, int from, int to, int ranks, std::size_t
 
 void all_to_all_v_moves_skewed_blocks(const rank_context& at) {
   for (const bool checked : {false, true}) {
-    channel_bench b(at, {.chunk_bytes = k_chunk, .chunks = 2, .check_counts = checked});
-    const std::size_t half = at.granule();
-    const std::size_t slot = half / static_cast<std::size_t>(b.ranks()) / 8 * 8;
-    std::mt19937 delays(static_cast<unsigned>(b.me()));
-    for (std::uint64_t round = 1; round <= 5; ++round) {
-      std::vector<outgoing_block> out;
-      std::vector<incoming_block> in;
-      for (int r = 0; r < b.ranks(); ++r) {
-        const auto peer = static_cast<std::size_t>(r);
-        out.push_back({.from = peer * slot,
-                       .to = half + static_cast<std::size_t>(b.me()) * slot,
-                       .bytes = skewed(round, b.me(), r, b.ranks(), slot)});
-        in.push_back(
-            {.at = half + peer * slot, .bytes = skewed(round, r, b.me(), b.ranks(), slot)});
-        if (out.back().bytes > 0) {
-          b.write(out.back().from, out.back().bytes, seed_of(round, b.me(), r));
-        }
-      }
-      dawdle(b, delays);
-      b.channel.all_to_all_v(out, in, b.stream);
-      b.channel.synchronize(b.stream);
-      for (int r = 0; r < b.ranks(); ++r) {
-        const incoming_block& block = in[static_cast<std::size_t>(r)];
-        EXPECT_TRUE(b.holds(block.at, block.bytes, seed_of(round, r, b.me())))
-            << "round " << round << " from rank " << r;
-      }
-    }
-    b.finish();
+    run_skewed_all_to_all(at, {.chunk_bytes = k_chunk, .chunks = 2, .check_counts = checked});
   }
 }
 
@@ -128,6 +101,36 @@ void counts_that_disagree_are_named_to_all(const rank_context& at) {
 }
 
 }  // namespace
+
+void run_skewed_all_to_all(const rank_context& at, const channel_options& options) {
+  channel_bench b(at, options);
+  const std::size_t half = at.granule();
+  const std::size_t slot = half / static_cast<std::size_t>(b.ranks()) / 8 * 8;
+  std::mt19937 delays(static_cast<unsigned>(b.me()));
+  for (std::uint64_t round = 1; round <= 5; ++round) {
+    std::vector<outgoing_block> out;
+    std::vector<incoming_block> in;
+    for (int r = 0; r < b.ranks(); ++r) {
+      const auto peer = static_cast<std::size_t>(r);
+      out.push_back({.from = peer * slot,
+                     .to = half + static_cast<std::size_t>(b.me()) * slot,
+                     .bytes = skewed(round, b.me(), r, b.ranks(), slot)});
+      in.push_back({.at = half + peer * slot, .bytes = skewed(round, r, b.me(), b.ranks(), slot)});
+      if (out.back().bytes > 0) {
+        b.write(out.back().from, out.back().bytes, seed_of(round, b.me(), r));
+      }
+    }
+    dawdle(b, delays);
+    b.channel.all_to_all_v(out, in, b.stream);
+    b.channel.synchronize(b.stream);
+    for (int r = 0; r < b.ranks(); ++r) {
+      const incoming_block& block = in[static_cast<std::size_t>(r)];
+      EXPECT_TRUE(b.holds(block.at, block.bytes, seed_of(round, r, b.me())))
+          << "round " << round << " from rank " << r;
+    }
+  }
+  b.finish();
+}
 
 const std::vector<symmetric_case>& channel_collective_cases() {
 #define EVMM_CASE(name) \

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "comm/nccl_state.hpp"
+
+#include <evmm/comm/nccl_link.hpp>
+#include <evmm/error.hpp>
+
+#include <utility>
+
+namespace evmm {
+
+namespace {
+
+class nccl_link final : public node_link {
+ public:
+  nccl_link(std::shared_ptr<nccl_communicator::state> over, std::shared_ptr<node_link> messages)
+      : over_(std::move(over)), messages_(std::move(messages)) {}
+
+  std::string name() const override { return "nccl and " + messages_->name(); }
+  transfer send(rank_id to, std::span<const std::byte> message) override {
+    return messages_->send(to, message);
+  }
+  std::optional<arrival> probe() override { return messages_->probe(); }
+  transfer receive(std::span<std::byte> into) override { return messages_->receive(into); }
+  bool done(transfer which) override { return messages_->done(which); }
+
+  bool exchanges() const noexcept override { return true; }
+  void exchange(std::span<const block> out, std::span<const block> in,
+                native_stream stream) override {
+    over_->check_usable();
+    const nccl_api& api = over_->api;
+    const device_scope current(*over_->on, over_->device);
+    // One group, so that sends and receives of all peers go side by side.
+    over_->collective_call("ncclSend and ncclRecv", [&] {
+      int failed = api.group_start();
+      const auto note = [&](int result) {
+        if (failed == nccl_success && result != nccl_in_progress) failed = result;
+      };
+      for (const block& part : in) {
+        note(api.receive(reinterpret_cast<void*>(part.at), part.bytes, nccl_int8, part.peer.value,
+                         over_->comm, stream));
+      }
+      for (const block& part : out) {
+        note(api.send(reinterpret_cast<const void*>(part.at), part.bytes, nccl_int8,
+                      part.peer.value, over_->comm, stream));
+      }
+      const int ended = api.group_end();
+      return failed == nccl_success ? ended : failed;
+    });
+  }
+
+ private:
+  std::shared_ptr<nccl_communicator::state> over_;
+  std::shared_ptr<node_link> messages_;
+};
+
+}  // namespace
+
+std::shared_ptr<node_link> make_nccl_link(const nccl_communicator& over,
+                                          std::shared_ptr<node_link> messages) {
+  if (messages == nullptr) {
+    throw invalid_argument("an NCCL link needs another one for its messages",
+                           "bootstrap::make_link() gives the bootstrap's own");
+  }
+  return std::make_shared<nccl_link>(over.shared(), std::move(messages));
+}
+
+}  // namespace evmm
