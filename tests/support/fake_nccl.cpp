@@ -309,21 +309,21 @@ FAKE_API int ncclCommCuDevice(const ncclComm*, int* device) {
   return evmm::nccl_success;
 }
 
-/// Of int32 sums only, at once whatever the stream holds.
 // The stand-in moves no bytes between ranks: what needs that is for GPUs to test.
 FAKE_API int ncclGroupStart() {
-  return nccl_success;
+  return evmm::nccl_success;
 }
 FAKE_API int ncclGroupEnd() {
-  return nccl_success;
+  return evmm::nccl_success;
 }
-FAKE_API int ncclSend(const void*, std::size_t, int, int, ncclComm*, native_stream) {
-  return nccl_invalid_usage;
+FAKE_API int ncclSend(const void*, std::size_t, int, int, ncclComm*, evmm::native_stream) {
+  return evmm::nccl_invalid_usage;
 }
-FAKE_API int ncclRecv(void*, std::size_t, int, int, ncclComm*, native_stream) {
-  return nccl_invalid_usage;
+FAKE_API int ncclRecv(void*, std::size_t, int, int, ncclComm*, evmm::native_stream) {
+  return evmm::nccl_invalid_usage;
 }
 
+/// Of int32 sums only, at once whatever the stream holds.
 FAKE_API int ncclAllReduce(const void* from, void* to, std::size_t words, int type, int operation,
                            ncclComm* comm, evmm::native_stream) {
   if (type != evmm::nccl_int32 || operation != evmm::nccl_sum) return evmm::nccl_invalid_argument;
