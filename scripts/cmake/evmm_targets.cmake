@@ -6,8 +6,9 @@ add_library(evmm_flags INTERFACE)
 target_compile_options(evmm_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fno-semantic-interposition>)
 set(evmm_warnings -Wall -Wextra)
 if(CMAKE_CXX_COMPILER_ID STREQUAL GNU AND CMAKE_CXX_COMPILER_VERSION VERSION_GREATER_EQUAL 13)
-  # GCC 13 sees overflows in the inlined buffers of fmt and std::vector that are not there.
-  list(APPEND evmm_warnings -Wno-array-bounds -Wno-stringop-overflow)
+  # GCC 13 sees overflows in the inlined buffers of fmt and std::vector, and uninitialised parts of
+  # std::optional, that are not there.
+  list(APPEND evmm_warnings -Wno-array-bounds -Wno-stringop-overflow -Wno-maybe-uninitialized)
 endif()
 if(EVMM_WARNINGS_AS_ERRORS)
   list(APPEND evmm_warnings -Werror)
