@@ -106,7 +106,7 @@ void memory_supply::take_home(handle_record& taken, arena& needy) {
     if (taken.needs_wait) on_->wait(needy.stream(), old.last_use->get());
   }
   tell_(trace_action::segment_unmap, giver, old.at(), old.bytes());
-  giver.strip(free_block_at(giver, taken.inside, old.at()), old.at(), old.bytes());
+  giver.strip(giver.covering(old.at(), old.near), old.at(), old.bytes());
   taken.home = nullptr;
   taken.giver = nullptr;
   if (giver.kind() != needy.kind()) {
@@ -117,19 +117,6 @@ void memory_supply::take_home(handle_record& taken, arena& needy) {
           .add(sign * bytes);
     }
   }
-}
-
-block* memory_supply::free_block_at(arena& in, block* hint, address at) const noexcept {
-  const auto holds = [at](const block* b) { return at - b->at < b->bytes; };
-  // The record may have become another block since.
-  block* found = hint;
-  if (found->use != block_use::free || !holds(found)) {
-    found = nullptr;
-    in.free_blocks().for_each(granule_, [&](block* free) {
-      if (holds(free)) found = free;
-    });
-  }
-  return found;
 }
 
 // --- segments of one handle --------------------------------------------------------------------
@@ -184,7 +171,7 @@ void memory_supply::release(handle_record& gone, arena& holder, address at) noex
     log_failure("waiting for the last use of a mapping", [&] { wait_for_last_use(*span); });
   }
   tell_(trace_action::segment_unmap, holder, at, gone.bytes());
-  holder.strip(free_block_at(holder, gone.inside, at), at, gone.bytes());
+  holder.strip(holder.covering(at, gone.home->near), at, gone.bytes());
   gone.home = nullptr;
   for (const auto& span : gone.spans) span->in.set(span->at(), span->bytes(), nullptr);
   hold(holder.kind(), gone.where(), -static_cast<std::int64_t>(gone.bytes()));
@@ -194,7 +181,7 @@ void memory_supply::release(handle_record& gone, arena& holder, address at) noex
 std::size_t memory_supply::releasable(arena& from) const {
   std::size_t bytes = 0;
   from.merge_recent();
-  from.free_blocks().for_each(0, [&](block* free) {
+  from.for_each_free(0, [&](block* free) {
     if (!free->in->expandable()) {
       if (from.unused(*free->in)) bytes += free->bytes;
       return;
@@ -220,7 +207,7 @@ std::size_t memory_supply::give_back(arena& from, std::size_t wanted, std::uint6
   };
   std::vector<candidate> candidates;
   std::size_t splits = 0;
-  from.free_blocks().for_each(0, [&](block* free) {
+  from.for_each_free(0, [&](block* free) {
     if (free->freed_at >= older_than) return;
     if (!free->in->expandable()) {
       if (from.unused(*free->in)) candidates.push_back({free->freed_at, nullptr, free->in});
@@ -231,7 +218,7 @@ std::size_t memory_supply::give_back(arena& from, std::size_t wanted, std::uint6
     for (address at = range.round_up(free->at); at + granule_ <= end;) {
       span_record* const span = range.span_at(at);
       if (span->at() >= free->at && span->end() <= end) {
-        span->what.inside = free;
+        span->near = free;
         candidates.push_back({free->freed_at, &span->what, nullptr});
         splits += 2;
       }

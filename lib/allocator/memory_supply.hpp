@@ -80,6 +80,10 @@ class memory_supply {
                 page_map& pages, listener tell);
   ~memory_supply();
 
+  /// A free block of `bytes` in `needy`, whose lock is held, that needs no mapping: memory is
+  /// behind it, or free and mapped there too. It lies in the smallest run that has one, and is live
+  /// now; null when there is none.
+  block* claim(arena& needy, std::size_t bytes);
   /// Puts memory behind enough free addresses of `needy`, whose lock is held and which has no free
   /// block of `bytes`; returns a block [at, at + bytes) made live, or null when memory has run out.
   /// `all` are the arenas that may give handles. Throws what the driver throws but out_of_memory.
@@ -108,13 +112,18 @@ class memory_supply {
 
  private:
   struct search;
+  enum class giving : std::uint8_t { nothing, at_once, after_wait };
 
   expandable_range& range_of(arena& needy, std::size_t bytes, std::size_t reserve_bytes,
                              tier where);
-  void find_takable(search& in, std::span<arena* const> all);
-  void choose_place(search& in) const;
+  giving ask(search& in, arena& giver);
+  bool takable(search& in, handle_record& what);
+  bool find_claim(search& in, block* run);
+  void claim(search& in, span_record& span);
+  void find_takable(search& in, std::span<arena* const> all, tier where);
+  void choose_place(search& in, tier where) const;
   std::size_t new_handle_bytes(tier where) const noexcept;
-  bool fill_stretch(search& in, address from, address to);
+  bool fill_stretch(search& in, address from, address to, const supply_terms& terms);
   handle_record* pick(search& in, std::size_t most) const;
   void exchange(search& in, std::size_t size);
   handle_record* make(std::size_t bytes, tier where, size_class kind);
@@ -127,8 +136,6 @@ class memory_supply {
   void take_home(handle_record& taken, arena& needy);
   void settle(search& in, span_record& home);
   void release(handle_record& gone, arena& holder, address at) noexcept;
-  block* free_block_at(arena& in, block* hint, address at) const noexcept;
-  block* hole_at(arena& in, address at) const noexcept;
 
   void count(pool_statistic& of, size_class kind, std::int64_t amount) noexcept;
   void hold(size_class kind, tier where, std::int64_t bytes) noexcept;

@@ -199,9 +199,10 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
   const auto try_free = [&]() -> block* {
     held = std::unique_lock(from.guard());
     poll(from);
-    if (block* const found = from.take_free(size, whole)) return found;
-    held.unlock();
-    return nullptr;
+    block* found = from.take_free(size, whole);
+    if (found == nullptr && expandable(from)) found = supply.claim(from, size);
+    if (found == nullptr) held.unlock();
+    return found;
   };
   // 1. Another thread may have freed, or events may be over.
   if (block* const found = try_free()) return {&from, found};
