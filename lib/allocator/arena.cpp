@@ -115,22 +115,16 @@ void arena::vacate(block* freed, block_use as) noexcept {
   insert_run(first, bytes);
 }
 
-block* arena::occupy(block* free, address at, std::size_t bytes, bool whole) noexcept {
+block* arena::occupy(block* free, address at, std::size_t bytes, block_use as) noexcept {
   block* const first = first_of_run(free);
   const address end = first->at + first->run_bytes;
   runs_.erase(first);
-  block* found = free;
-  if (at > free->at) found = cut(free, at - free->at);
-  if (!whole && rules_.splits(kind_, found->bytes, bytes, found->in->expandable())) {
-    cut(found, bytes);
-  }
-  found->use = block_use::allocated;
-  free_bytes_ -= found->bytes;
-  if (found != first) insert_run(first, found->at - first->at);
-  if (const address rest = found->at + found->bytes; rest < end) {
-    insert_run(found->after, end - rest);
-  }
-  return found;
+  block* const taken = part_of(free, at, bytes);
+  taken->use = as;
+  free_bytes_ -= bytes;
+  if (taken != first) insert_run(first, at - first->at);
+  if (at + bytes < end) insert_run(taken->after, end - at - bytes);
+  return taken;
 }
 
 block* arena::part_of(block* whole, address at, std::size_t bytes) noexcept {
@@ -173,7 +167,10 @@ block* arena::take_free(std::size_t bytes, bool whole) {
   if (found == nullptr || found->bytes > rules_.largest_fit(bytes, found->in->expandable())) {
     return nullptr;
   }
-  return occupy(found, found->at, bytes, whole);
+  if (whole || !rules_.splits(kind_, found->bytes, bytes, found->in->expandable())) {
+    bytes = found->bytes;
+  }
+  return occupy(found, found->at, bytes, block_use::allocated);
 }
 
 block* arena::take_at(address at, std::size_t bytes, const block* near) {
@@ -183,7 +180,9 @@ block* arena::take_at(address at, std::size_t bytes, const block* near) {
   if (found == nullptr || found->use != block_use::free || at + bytes > found->at + found->bytes) {
     return nullptr;
   }
-  return occupy(found, at, bytes, false);
+  const std::size_t rest = found->at + found->bytes - at;
+  if (!rules_.splits(kind_, rest, bytes, found->in->expandable())) bytes = rest;
+  return occupy(found, at, bytes, block_use::allocated);
 }
 
 block* arena::covering(address at, const block* near) const noexcept {

@@ -117,6 +117,11 @@ class alignas(128) arena {
   /// The memory of [at, at + bytes), which lies in a free block, is gone. Needs reserve(2).
   void strip(block* free, address at, std::size_t bytes) noexcept;
 
+  /// Takes [at, at + bytes), which lies in a free block, out of its run. Needs reserve(2).
+  block* occupy(block* free, address at, std::size_t bytes, block_use as) noexcept;
+  /// A block becomes free or a hole and joins the run of its free neighbours.
+  void vacate(block* freed, block_use as) noexcept;
+
   const free_index& runs() const noexcept { return runs_; }
   /// The first free block of at least `bytes` in a run; null when there is none.
   static block* free_in(block* run, std::size_t bytes) noexcept {
@@ -175,10 +180,6 @@ class alignas(128) arena {
   /// [at, at + bytes) of a block as a block of its own, of the same use.
   block* part_of(block* whole, address at, std::size_t bytes) noexcept;
   void merge(recent_list& list) noexcept;
-  /// The block joins the run of its free neighbours.
-  void vacate(block* freed, block_use as) noexcept;
-  /// Takes [at, at + bytes), which lies in a free block, out of its run.
-  block* occupy(block* free, address at, std::size_t bytes, bool whole) noexcept;
   static block* first_of_run(block* part) noexcept {
     while (part->before != nullptr && part->before->vacant()) part = part->before;
     return part;

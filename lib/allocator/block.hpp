@@ -23,6 +23,7 @@ enum class block_use : std::uint8_t {
   pending,    ///< freed, but other streams may still use it
   recent,     ///< freed, not merged with its neighbours yet; reusable at its exact size
   free,       ///< free, with memory behind all of it; never beside another free block
+  kept,       ///< free, with memory that is being put to use elsewhere or next to it: nobody's
   hole,       ///< free addresses that need memory before use; never beside another hole
 };
 

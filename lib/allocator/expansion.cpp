@@ -53,6 +53,48 @@ struct memory_supply::search {
   }
 };
 
+/// What is to be done for a request with no arena locked. Memory that takes part is `kept`
+/// meanwhile, and free again where it was unless it was put to use.
+struct memory_supply::plan {
+  struct step {
+    address at = 0;
+    std::size_t bytes = 0;
+    handle_record* moved = nullptr;  ///< null: one is made,
+    handle_record* freed = nullptr;  ///< in exchange for this one, unless null
+    block* kept = nullptr;           ///< where the home of one or the other was
+  };
+  arena& needy;
+  expandable_range* range = nullptr;
+  address at = 0;  ///< the place of the request
+  std::size_t bytes = 0;
+  const block* run = nullptr;  ///< where that lies
+  std::vector<step> steps = {};
+  std::vector<block*> kept = {};
+
+  explicit plan(arena& of) : needy(of) {}
+  plan(const plan&) = delete;
+  plan& operator=(const plan&) = delete;
+  ~plan() {
+    for (block* each : kept) {
+      const std::lock_guard held(each->owner->guard());
+      each->owner->vacate(each, block_use::free);
+    }
+  }
+  /// The arena of `free` is locked.
+  block* keep(block* free, address from, std::size_t size) {
+    kept.reserve(kept.size() + 1);
+    free->owner->reserve(2);
+    kept.push_back(free->owner->occupy(free, from, size, block_use::kept));
+    return kept.back();
+  }
+  /// Its memory has gone elsewhere.
+  void strip(block* left) noexcept {
+    std::erase(kept, left);
+    const std::lock_guard held(left->owner->guard());
+    left->owner->vacate(left, block_use::hole);
+  }
+};
+
 // --- finding memory ----------------------------------------------------------------------------
 
 /// Whether `giver` may give memory that is free; it is locked then until the search ends.
@@ -240,56 +282,48 @@ handle_record* memory_supply::pick(search& in, std::size_t most) const {
   return nullptr;
 }
 
-/// Gives back one free handle that is larger than `size` and past all use, to make a smaller one.
-void memory_supply::exchange(search& in, std::size_t size) {
-  for (auto at = in.takable.rbegin(); at != in.takable.rend(); ++at) {  // the smallest first
-    handle_record* const handle = *at;
-    if (handle->giver == nullptr || handle->needs_wait || handle->bytes() < size ||
-        in.wants(*handle->home)) {
-      continue;
-    }
-    arena& giver = *handle->giver;
-    if (!on_->idle(giver.stream())) continue;
-    giver.reserve(2);
-    release(*handle, giver, handle->home->at());
-    in.takable.erase(std::next(at).base());
-    return;
-  }
-}
-
-void memory_supply::settle(search& in, span_record& home) {
-  home.what.home = &home;
-  home.last_use.reset();
-  block* const hole = in.needy.covering(home.at(), in.run);
-  in.needy.back(hole, home.at(), home.bytes());
-  home.near = hole;
-  tell_(trace_action::segment_map, in.needy, home.at(), home.bytes());
+/// The smallest free handle that is larger than `size` and past all use: what it frees may be made
+/// anew in the size that is needed.
+handle_record* memory_supply::pick_to_exchange(search& in, std::size_t size) const {
+  const auto found =
+      std::find_if(in.takable.rbegin(), in.takable.rend(), [&](const handle_record* handle) {
+        return handle->giver != nullptr && !handle->needs_wait && handle->bytes() >= size &&
+               !in.wants(*handle->home) && on_->idle(handle->giver->stream());
+      });
+  return found == in.takable.rend() ? nullptr : *found;
 }
 
 /// Grows with what is held, so that there are few handles where there is much memory, and shrinks
 /// as handles have had to be moved, so that there is little waste where sizes do not repeat.
-std::size_t memory_supply::new_handle_bytes(tier where) const noexcept {
+std::size_t memory_supply::new_handle_bytes(std::size_t held) const noexcept {
   const allocator_options& options = options_.now();
   const double moved = static_cast<double>(recycled_) / static_cast<double>(made_ + 16);
-  const double share = static_cast<double>(held_[static_cast<std::size_t>(where)]) /
-                       (options.handle_fraction * (1 + move_weight * moved));
+  const double share =
+      static_cast<double>(held) / (options.handle_fraction * (1 + move_weight * moved));
   return std::clamp(std::bit_floor(static_cast<std::size_t>(share) | 1), options.min_handle,
                     options.max_handle);
 }
 
-bool memory_supply::fill_stretch(search& in, address from, address to, const supply_terms& terms) {
+/// What fills [from, to); false when memory runs out first.
+bool memory_supply::plan_stretch(search& in, address from, address to, const supply_terms& terms,
+                                 plan& to_do) {
   const allocator_options& options = options_.now();
-  const tier where = terms.where;
-  std::size_t& held = held_[static_cast<std::size_t>(where)];
+  const auto open = [&](address at) {
+    const span_record* const span = in.range->span_at(at);
+    return span == nullptr || (!span->home() && in.wants(*span));
+  };
   for (address at = from; at < to;) {
-    in.needy.reserve(4);  // it may be the giver too
+    std::size_t held = held_[static_cast<std::size_t>(terms.where)];
+    for (const plan::step& step : to_do.steps) {
+      if (step.moved == nullptr) held += step.bytes;
+      if (step.freed != nullptr) held -= step.freed->bytes();
+    }
     // A handle may reach beyond the request, into addresses that nothing is mapped at.
     std::size_t room = to - at;
-    while (room < options.max_handle && at + room < in.range->end() &&
-           in.range->span_at(at + room) == nullptr) {
+    while (room < options.max_handle && at + room < in.range->end() && open(at + room)) {
       room += granule_;
     }
-    std::size_t size = new_handle_bytes(where);
+    std::size_t size = new_handle_bytes(held);
     const bool wanted = held + size <= terms.make_up_to;
     // Where the program has needed no more than before, in small pieces: they move more easily.
     if (held >= terms.make_up_to && !terms.growing) {
@@ -300,97 +334,155 @@ bool memory_supply::fill_stretch(search& in, address from, address to, const sup
     while (size > granule_ && held + size > terms.limit) size = evmm::round_up(size / 2, granule_);
     const bool may_make = terms.may_make && held + size <= terms.limit;
     const std::size_t most = std::min(room, std::max<std::size_t>(to - at, size));
-    handle_record* found = nullptr;
-    bool fresh = false;
-    if (!may_make || !wanted) found = pick(in, most);
+    plan::step next{.at = at, .bytes = size};
+    if (!may_make || !wanted) next.moved = pick(in, most);
     // Beyond what was ever live nothing is added while something can be had instead: a handle that
     // reaches further, or the room of one that is too large.
-    if (found == nullptr && !wanted) found = pick(in, room);
-    if (found == nullptr && !wanted && may_make) exchange(in, size);
-    if (found == nullptr && may_make) {
-      found = make(size, where, in.needy.kind());
-      fresh = found != nullptr;
+    if (next.moved == nullptr && !wanted) next.moved = pick(in, room);
+    if (next.moved == nullptr && !wanted && may_make) next.freed = pick_to_exchange(in, size);
+    if (next.moved == nullptr && !may_make) return false;
+    if (handle_record* const taken = next.moved != nullptr ? next.moved : next.freed) {
+      const span_record& home = *taken->home;
+      arena& giver = *taken->giver;
+      leave(*taken, in.needy);
+      next.kept = to_do.keep(giver.covering(home.at(), home.near), home.at(), home.bytes());
     }
-    if (found == nullptr) found = pick(in, most);
-    if (found == nullptr) return false;
+    if (next.moved != nullptr) next.bytes = next.moved->bytes();
+    to_do.steps.push_back(next);
+    at += next.bytes;
+  }
+  return true;
+}
 
-    if (found->spans.size() >= most_spans) {
-      const auto stale = std::find_if(found->spans.begin(), found->spans.end(), [&](auto& span) {
+/// Chooses the place of a request and what serves it; false when memory runs out first.
+bool memory_supply::plan_request(search& in, std::size_t reserve_bytes, std::span<arena* const> all,
+                                 const supply_terms& terms, plan& to_do) {
+  arena& needy = in.needy;
+  find_takable(in, all, terms.where);
+  needy.merge_recent();
+  choose_place(in, terms.where);
+  if (in.range == nullptr) {
+    expandable_range& made = range_of(needy, in.bytes, reserve_bytes, terms.where);
+    in.range = &made;
+    in.at = made.base();
+    in.run = made.segment.first;
+  }
+  to_do.range = in.range;
+  to_do.at = in.at;
+  to_do.bytes = in.bytes;
+  to_do.run = in.run;
+  expandable_range& range = *in.range;
+  const address to = range.round_up(in.at + in.bytes);
+  // What is mapped here already serves, if it can.
+  for (address at = range.round_down(in.at); at < to;) {
+    span_record* const span = range.span_at(at);
+    at = span != nullptr ? span->end() : at + granule_;
+    if (span != nullptr && !span->home() && span->what.giver != nullptr &&
+        !in.wants(*span->what.home)) {
+      claim(in, *span);
+    }
+  }
+  for (block* part = needy.covering(in.at, in.run); part != nullptr && part->at < in.at + in.bytes;
+       part = part->after) {
+    if (part->use != block_use::free) continue;
+    const address from = std::max(part->at, in.at);
+    part = to_do.keep(part, from, std::min(part->at + part->bytes, in.at + in.bytes) - from);
+  }
+  const auto backed = [&](address at) {
+    const span_record* const span = range.span_at(at);
+    return span != nullptr && span->home();
+  };
+  for (address at = range.round_down(in.at); at < to; at += granule_) {
+    if (backed(at)) continue;
+    const address from = at;
+    while (at < to && !backed(at)) at += granule_;
+    if (!plan_stretch(in, from, at, terms, to_do)) return false;
+  }
+  return true;
+}
+
+/// Makes and maps, with no arena locked. False when the driver has no memory.
+bool memory_supply::carry_out(plan& to_do, const supply_terms& terms) {
+  arena& needy = to_do.needy;
+  expandable_range& range = *to_do.range;
+  // What is mapped here and could not serve makes room.
+  for (address at = range.round_down(to_do.at); at < to_do.at + to_do.bytes;) {
+    span_record* const span = range.span_at(at);
+    at = span != nullptr ? span->end() : at + granule_;
+    if (span == nullptr || span->home()) continue;
+    wait_for_last_use(*span);
+    unmap(*span);
+  }
+  for (const plan::step& step : to_do.steps) {
+    if (step.freed != nullptr) {
+      to_do.strip(step.kept);
+      release(*step.freed);
+    }
+    handle_record* const handle =
+        step.moved != nullptr ? step.moved : make(step.bytes, terms.where, needy.kind());
+    if (handle == nullptr) return false;
+    if (handle->spans.size() >= most_spans) {
+      const auto stale = std::find_if(handle->spans.begin(), handle->spans.end(), [&](auto& span) {
         return !span->home() && (!span->last_use || on_->done(span->last_use->get()));
       });
-      if (stale != found->spans.end()) unmap(**stale);
+      if (stale != handle->spans.end()) unmap(**stale);
     }
     span_record* made = nullptr;
     try {
-      made = map(*found, *in.range, at);
-      if (!fresh) {
-        take_home(*found, in.needy);
-        ++recycled_;
-      }
+      made = map(*handle, range, step.at);
+      const std::lock_guard held(needy.guard());
+      to_do.kept.reserve(to_do.kept.size() + 1);
+      needy.reserve(4);
+      arrive(*made, needy, to_do.run);
+      // Nobody else gets it before the rest has come.
+      const address from = std::max(made->at(), to_do.at);
+      const address to = std::min(made->end(), to_do.at + to_do.bytes);
+      to_do.keep(needy.covering(from, made->near), from, to - from);
     } catch (...) {
       if (made != nullptr) unmap(*made);
-      if (fresh) {
-        hold(in.needy.kind(), where, -static_cast<std::int64_t>(found->bytes()));
+      if (step.moved == nullptr) {
+        hold(needy.kind(), terms.where, -static_cast<std::int64_t>(step.bytes));
         handles_.pop_back();
       }
       throw;
     }
-    settle(in, *made);
-    at = made->end();
+    if (step.moved != nullptr) {
+      to_do.strip(step.kept);
+      ++recycled_;
+    }
   }
   return true;
 }
 
 block* memory_supply::expand(arena& needy, std::size_t bytes, std::size_t reserve_bytes,
-                             std::span<arena* const> all, const supply_terms& terms) {
-  search in{.needy = needy,
-            .bytes = bytes,
-            .may_wait = terms.may_wait || options_.now().recycle == recycling::wait};
-  find_takable(in, all, terms.where);
-  needy.merge_recent();
-  choose_place(in, terms.where);
-  if (in.range == nullptr) {
-    expandable_range& range = range_of(needy, bytes, reserve_bytes, terms.where);
-    in.range = &range;
-    in.at = range.base();
-    in.run = range.segment.first;
-  }
-  expandable_range& range = *in.range;
-  const address from = range.round_down(in.at);
-  const address to = range.round_up(in.at + bytes);
-  // What is mapped here already serves, or it makes room.
-  for (address at = from; at < to;) {
-    span_record* const span = range.span_at(at);
-    if (span == nullptr) {
-      at += granule_;
-      continue;
+                             std::span<arena* const> all, supply_terms terms,
+                             std::unique_lock<spin_lock>& held) {
+  // When the driver has no memory, once more with what there is.
+  for (;; terms.may_make = false) {
+    plan to_do(needy);
+    {
+      const std::lock_guard mine(needy.guard());
+      search in{.needy = needy,
+                .bytes = bytes,
+                .may_wait = terms.may_wait || options_.now().recycle == recycling::wait};
+      if (!plan_request(in, reserve_bytes, all, terms, to_do)) break;
     }
-    at = span->end();
-    if (span->home()) continue;
-    if (span->what.giver != nullptr && !in.wants(*span->what.home)) {
-      claim(in, *span);
-    } else {
-      wait_for_last_use(*span);
-      unmap(*span);
-    }
+    if (!carry_out(to_do, terms)) continue;
+    held = std::unique_lock(needy.guard());
+    for (block* part : std::exchange(to_do.kept, {})) needy.vacate(part, block_use::free);
+    return needy.take_at(to_do.at, bytes, to_do.run);
   }
-  for (address at = from; at < to;) {
-    if (const span_record* span = range.span_at(at); span != nullptr) {
-      at = span->end();
-      continue;
-    }
-    address end = at;
-    while (end < to && range.span_at(end) == nullptr) end += granule_;
-    if (!fill_stretch(in, at, end, terms)) return nullptr;
-    at = end;
-  }
-  return needy.take_at(in.at, bytes, in.run);
+  return nullptr;
 }
 
 void memory_supply::claim(search& in, span_record& span) {
+  handle_record& what = span.what;
+  const span_record& old = *what.home;
+  arena& giver = *what.giver;
   in.needy.reserve(4);  // it may be the giver too
-  take_home(span.what, in.needy);
-  settle(in, span);
+  leave(what, in.needy);
+  giver.strip(giver.covering(old.at(), old.near), old.at(), old.bytes());
+  arrive(span, in.needy, in.run);
   ++claimed_;
 }
 

@@ -96,7 +96,7 @@ void memory_supply::unmap(span_record& gone) noexcept {
   std::erase_if(gone.what.spans, [&](const auto& span) { return span.get() == &gone; });
 }
 
-void memory_supply::take_home(handle_record& taken, arena& needy) {
+void memory_supply::leave(handle_record& taken, arena& needy) {
   arena& giver = *taken.giver;
   span_record& old = *taken.home;
   giver.reserve(2);
@@ -105,18 +105,29 @@ void memory_supply::take_home(handle_record& taken, arena& needy) {
     on_->record(old.last_use->get(), giver.stream());
     if (taken.needs_wait) on_->wait(needy.stream(), old.last_use->get());
   }
-  tell_(trace_action::segment_unmap, giver, old.at(), old.bytes());
-  giver.strip(giver.covering(old.at(), old.near), old.at(), old.bytes());
-  taken.home = nullptr;
   taken.giver = nullptr;
-  if (giver.kind() != needy.kind()) {
-    const auto bytes = static_cast<std::int64_t>(taken.bytes());
-    for (const auto& [kind, sign] : {std::pair{giver.kind(), -1}, std::pair{needy.kind(), 1}}) {
-      (kind == size_class::small ? segment_.small_pool : segment_.large_pool).add(sign);
-      (kind == size_class::small ? reserved_bytes_.small_pool : reserved_bytes_.large_pool)
-          .add(sign * bytes);
+}
+
+void memory_supply::arrive(span_record& home, arena& needy, const block* near) {
+  needy.reserve(2);
+  if (const span_record* const old = home.what.home; old != nullptr) {
+    const arena& giver = *old->in.segment.owner;
+    tell_(trace_action::segment_unmap, giver, old->at(), old->bytes());
+    const auto bytes = static_cast<std::int64_t>(home.bytes());
+    if (giver.kind() != needy.kind()) {
+      for (const auto& [kind, sign] : {std::pair{giver.kind(), -1}, std::pair{needy.kind(), 1}}) {
+        (kind == size_class::small ? segment_.small_pool : segment_.large_pool).add(sign);
+        (kind == size_class::small ? reserved_bytes_.small_pool : reserved_bytes_.large_pool)
+            .add(sign * bytes);
+      }
     }
   }
+  home.what.home = &home;
+  home.last_use.reset();
+  block* const hole = needy.covering(home.at(), near);
+  needy.back(hole, home.at(), home.bytes());
+  home.near = hole;
+  tell_(trace_action::segment_map, needy, home.at(), home.bytes());
 }
 
 // --- segments of one handle --------------------------------------------------------------------
@@ -166,14 +177,13 @@ bool memory_supply::add_segment(arena& needy, std::size_t bytes, const supply_te
 
 // --- giving back -------------------------------------------------------------------------------
 
-void memory_supply::release(handle_record& gone, arena& holder, address at) noexcept {
+void memory_supply::release(handle_record& gone) noexcept {
+  const arena& holder = *gone.home->in.segment.owner;
+  tell_(trace_action::segment_unmap, holder, gone.home->at(), gone.bytes());
   for (const auto& span : gone.spans) {
     log_failure("waiting for the last use of a mapping", [&] { wait_for_last_use(*span); });
+    span->in.set(span->at(), span->bytes(), nullptr);
   }
-  tell_(trace_action::segment_unmap, holder, at, gone.bytes());
-  holder.strip(holder.covering(at, gone.home->near), at, gone.bytes());
-  gone.home = nullptr;
-  for (const auto& span : gone.spans) span->in.set(span->at(), span->bytes(), nullptr);
   hold(holder.kind(), gone.where(), -static_cast<std::int64_t>(gone.bytes()));
   std::erase_if(handles_, [&](const auto& handle) { return handle.get() == &gone; });
 }
@@ -236,8 +246,10 @@ std::size_t memory_supply::give_back(arena& from, std::size_t wanted, std::uint6
   for (const candidate& chosen : candidates) {
     if (given >= wanted) break;
     if (chosen.handle != nullptr) {
-      given += chosen.handle->bytes();
-      release(*chosen.handle, from, chosen.handle->home->at());
+      const span_record& home = *chosen.handle->home;
+      given += home.bytes();
+      from.strip(from.covering(home.at(), home.near), home.at(), home.bytes());
+      release(*chosen.handle);
       continue;
     }
     segment_record& segment = *chosen.segment;

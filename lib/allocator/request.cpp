@@ -53,11 +53,12 @@ bool caching_allocator::state::expandable(const arena& from) const {
 /// More memory for `from`; its lock is held on success.
 block* caching_allocator::state::extend(arena& from, std::size_t size, const supply_terms& terms,
                                         std::unique_lock<spin_lock>& held) {
+  if (expandable(from)) {
+    return supply.expand(from, size, reservation_for(from, terms.where), all_arenas, terms, held);
+  }
   held = std::unique_lock(from.guard());
   block* found = nullptr;
-  if (expandable(from)) {
-    found = supply.expand(from, size, reservation_for(from, terms.where), all_arenas, terms);
-  } else if (supply.add_segment(from, rules.segment_bytes(size), terms)) {
+  if (supply.add_segment(from, rules.segment_bytes(size), terms)) {
     found = from.take_free(size, from.pool().options.no_split);
   }
   if (found == nullptr) held.unlock();
