@@ -207,7 +207,8 @@ std::size_t memory_supply::releasable(arena& from) const {
   return bytes;
 }
 
-std::size_t memory_supply::give_back(arena& from, std::size_t wanted, std::uint64_t older_than) {
+std::size_t memory_supply::give_back(arena& from, std::size_t wanted, std::uint64_t older_than,
+                                     bool may_wait) {
   if (!from.pool().may_give()) return 0;
   from.merge_recent();
   struct candidate {
@@ -246,6 +247,11 @@ std::size_t memory_supply::give_back(arena& from, std::size_t wanted, std::uint6
   for (const candidate& chosen : candidates) {
     if (given >= wanted) break;
     if (chosen.handle != nullptr) {
+      const auto busy = [&](const auto& span) { return !span->home() && in_use(*span); };
+      if (!may_wait &&
+          std::any_of(chosen.handle->spans.begin(), chosen.handle->spans.end(), busy)) {
+        continue;
+      }
       const span_record& home = *chosen.handle->home;
       given += home.bytes();
       from.strip(from.covering(home.at(), home.near), home.at(), home.bytes());

@@ -96,8 +96,9 @@ class memory_supply {
   bool add_segment(arena& needy, std::size_t bytes, const supply_terms& terms);
 
   /// Gives back up to `wanted` bytes of free memory of an arena, whose lock is held and whose
-  /// stream is past all use of it; only what was freed before `older_than`. Returns the bytes.
-  std::size_t give_back(arena& from, std::size_t wanted, std::uint64_t older_than);
+  /// stream is past all use of it; only what was freed before `older_than`, and with `may_wait`
+  /// also what other streams still use at other addresses. Returns the bytes.
+  std::size_t give_back(arena& from, std::size_t wanted, std::uint64_t older_than, bool may_wait);
   /// What give_back could give.
   std::size_t releasable(arena& from) const;
   /// The arena is going: unmaps and releases all it has. Nothing may be live in it.

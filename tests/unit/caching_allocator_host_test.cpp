@@ -105,6 +105,52 @@ TEST(allocator_waits, for_one_event_where_that_is_enough) {
   }
 }
 
+TEST(allocator_waits, for_the_event_that_was_recorded_first) {
+  const auto on =
+      std::make_shared<waiting_driver>(host_driver::make({.devices = 1, .device_bytes = 40_MiB}));
+  std::vector<native_stream> users = {on->create_stream({0}), on->create_stream({0})};
+  for (int turn = 0; turn < 2; ++turn) {
+    std::swap(users[0], users[1]);  // whatever their numbers
+    caching_allocator allocator(on, device_id{0});
+    std::vector<void*> blocks;
+    for (native_stream each : users) {
+      blocks.push_back(allocator.allocate(20_MiB));
+      on->gates[each] = std::make_unique<stream_gate>(*on, each);
+      allocator.record_stream(blocks.back(), each);
+    }
+    for (void* each : blocks) allocator.free(each);
+    on->waits = 0;
+    EXPECT_EQ(allocator.allocate(20_MiB), blocks[0]) << "its event was recorded first";
+    allocator.free(blocks[0]);
+    on->gates.clear();
+  }
+  for (native_stream each : users) on->destroy_stream(each);
+}
+
+TEST(allocator_waits, for_no_stream_when_garbage_is_collected) {
+  const auto on =
+      std::make_shared<waiting_driver>(host_driver::make({.devices = 1, .device_bytes = 80_MiB}));
+  const native_stream busy = on->create_stream({0});
+  const native_stream idle = on->create_stream({0});
+  {
+    caching_allocator allocator(
+        on, device_id{0},
+        parse_options("expandable_segments:False,garbage_collection_threshold:0.25"));
+    void* const first = allocator.allocate(20_MiB, busy);
+    void* const second = allocator.allocate(20_MiB, idle);
+    allocator.free(first);
+    allocator.free(second);
+    on->gates[busy] = std::make_unique<stream_gate>(*on, busy);
+    void* const block = allocator.allocate(20_MiB);
+    EXPECT_EQ(on->gates.size(), 1u) << "nobody waited for it";
+    EXPECT_EQ(allocator.statistics().num_device_free, 1) << "what the idle one had";
+    on->gates.clear();
+    allocator.free(block);
+  }
+  on->destroy_stream(busy);
+  on->destroy_stream(idle);
+}
+
 TEST(allocator_waits, for_a_busy_stream_only_when_nothing_else_is_left) {
   const auto on =
       std::make_shared<waiting_driver>(host_driver::make({.devices = 1, .device_bytes = 40_MiB}));
