@@ -3,19 +3,28 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstdlib>
 
 namespace evmm {
 
 namespace {
-/// Small requests merge what was freed only when nothing fits, or when this many have gathered:
-/// they are many, and what they waste is little.
+/// Small blocks are merged when nothing fits or when this many have gathered: they are many, and
+/// what they waste is little. A large one goes back to the place it came from only when it is
+/// wanted again at once: others would settle where they do not fit best.
 constexpr std::size_t most_recent_small = 512;
+constexpr std::size_t most_recent_large = 1;
 constexpr std::size_t records_at_once = 32;
 }  // namespace
 
 arena::arena(pool_record& pool, native_stream stream, size_class kind, ledger_account& account,
              const size_rules& rules, const std::atomic<std::uint64_t>& clock)
-    : account_(account), pool_(pool), stream_(stream), kind_(kind), rules_(rules), clock_(clock) {}
+    : most_recent_(kind == size_class::small ? most_recent_small : most_recent_large),
+      account_(account),
+      pool_(pool),
+      stream_(stream),
+      kind_(kind),
+      rules_(rules),
+      clock_(clock) {}
 
 // --- records -----------------------------------------------------------------------------------
 
@@ -73,41 +82,55 @@ void arena::join(block* first, block* next) noexcept {
   drop_record(next);
 }
 
-// --- free blocks and holes ---------------------------------------------------------------------
+// --- runs of free blocks and holes -------------------------------------------------------------
 
-void arena::insert_free(block* freed) noexcept {
-  freed->use = block_use::free;
-  if (block* const next = freed->after; next != nullptr && next->use == block_use::free) {
-    free_.erase(next);
-    join(freed, next);
-  }
-  if (block* const last = freed->before; last != nullptr && last->use == block_use::free) {
-    free_.erase(last);
-    join(last, freed);
-    freed = last;
-  }
-  free_.insert(freed);
+void arena::insert_run(block* first, std::size_t bytes) noexcept {
+  first->run_bytes = bytes;
+  runs_.insert(first);
 }
 
-void arena::insert_hole(block* empty) noexcept {
-  empty->use = block_use::hole;
-  if (block* const next = empty->after; next != nullptr && next->use == block_use::hole) {
-    erase_hole(next);
-    join(empty, next);
-  }
-  if (block* const last = empty->before; last != nullptr && last->use == block_use::hole) {
-    join(last, empty);  // is in the list already
-    return;
-  }
-  empty->left = nullptr;
-  empty->right = holes_;
-  if (holes_ != nullptr) holes_->left = empty;
-  holes_ = empty;
+block* arena::join_alike(block* one) noexcept {
+  if (block* const next = one->after; next != nullptr && next->use == one->use) join(one, next);
+  block* const last = one->before;
+  if (last == nullptr || last->use != one->use) return one;
+  join(last, one);
+  return last;
 }
 
-void arena::erase_hole(block* filled) noexcept {
-  (filled->left != nullptr ? filled->left->right : holes_) = filled->right;
-  if (filled->right != nullptr) filled->right->left = filled->left;
+void arena::vacate(block* freed, block_use as) noexcept {
+  block* first = freed;
+  std::size_t bytes = freed->bytes;
+  if (block* const next = freed->after; next != nullptr && next->vacant()) {
+    runs_.erase(next);
+    bytes += next->run_bytes;
+  }
+  if (freed->before != nullptr && freed->before->vacant()) {
+    first = first_of_run(freed->before);
+    runs_.erase(first);
+    bytes += first->run_bytes;
+  }
+  if (as == block_use::free) free_bytes_ += freed->bytes;
+  freed->use = as;
+  join_alike(freed);
+  insert_run(first, bytes);
+}
+
+block* arena::occupy(block* free, address at, std::size_t bytes, block_use as) noexcept {
+  block* const first = first_of_run(free);
+  const address end = first->at + first->run_bytes;
+  runs_.erase(first);
+  block* const taken = part_of(free, at, bytes);
+  taken->use = as;
+  free_bytes_ -= bytes;
+  if (taken != first) insert_run(first, at - first->at);
+  if (at + bytes < end) insert_run(taken->after, end - at - bytes);
+  return taken;
+}
+
+block* arena::part_of(block* whole, address at, std::size_t bytes) noexcept {
+  block* const part = at > whole->at ? cut(whole, at - whole->at) : whole;
+  if (part->bytes > bytes) cut(part, bytes);
+  return part;
 }
 
 void arena::merge(recent_list& list) noexcept {
@@ -115,7 +138,7 @@ void arena::merge(recent_list& list) noexcept {
     block* const freed = list.head;
     list.head = freed->left;
     --recent_count_;
-    insert_free(freed);
+    vacate(freed, block_use::free);
   }
 }
 
@@ -130,47 +153,49 @@ void arena::merge_recent() noexcept {
 block* arena::take_free(std::size_t bytes, bool whole) {
   reserve(1);
   block* found = nullptr;
-  if (kind_ == size_class::small && recent_count_ < most_recent_small) {
-    found = free_.best_fit(bytes);
-  }
+  const auto look = [&] {
+    runs_.visit_until(bytes, [&](block* run) {
+      found = free_in(run, bytes);
+      return found != nullptr;
+    });
+  };
+  if (kind_ == size_class::small) look();
   if (found == nullptr) {
     merge_recent();
-    found = free_.best_fit(bytes);
+    look();
   }
   if (found == nullptr || found->bytes > rules_.largest_fit(bytes, found->in->expandable())) {
     return nullptr;
   }
-  free_.erase(found);
-  if (!whole && rules_.splits(kind_, found->bytes, bytes, found->in->expandable())) {
-    block* const rest = cut(found, bytes);
-    rest->use = block_use::free;
-    free_.insert(rest);
+  if (whole || !rules_.splits(kind_, found->bytes, bytes, found->in->expandable())) {
+    bytes = found->bytes;
   }
-  found->use = block_use::allocated;
-  return found;
+  return occupy(found, found->at, bytes, block_use::allocated);
 }
 
-block* arena::take_at(address at, std::size_t bytes) {
+block* arena::take_at(address at, std::size_t bytes, const block* near) {
   reserve(2);
   merge_recent();
-  block* found = nullptr;
-  free_.for_each(bytes, [&](block* free) {
-    if (at >= free->at && at + bytes <= free->at + free->bytes) found = free;
-  });
-  if (found == nullptr) return nullptr;
-  free_.erase(found);
-  if (at > found->at) {
-    block* const middle = cut(found, at - found->at);
-    free_.insert(found);
-    found = middle;
+  block* const found = covering(at, near);
+  if (found == nullptr || found->use != block_use::free || at + bytes > found->at + found->bytes) {
+    return nullptr;
   }
-  if (rules_.splits(kind_, found->bytes, bytes, found->in->expandable())) {
-    block* const rest = cut(found, bytes);
-    rest->use = block_use::free;
-    free_.insert(rest);
+  const std::size_t rest = found->at + found->bytes - at;
+  if (!rules_.splits(kind_, rest, bytes, found->in->expandable())) bytes = rest;
+  return occupy(found, at, bytes, block_use::allocated);
+}
+
+block* arena::covering(address at, const block* near) const noexcept {
+  const auto holds = [at](const segment_record* one) { return at - one->base < one->bytes; };
+  const block* found = near;
+  if (found == nullptr || found->use == block_use::none || !holds(found->in)) {
+    const auto segment = std::find_if(segments.begin(), segments.end(), holds);
+    if (segment == segments.end()) return nullptr;
+    found = (*segment)->first;
   }
-  found->use = block_use::allocated;
-  return found;
+  while (at < found->at) found = found->before;
+  while (at - found->at >= found->bytes) found = found->after;
+  return const_cast<block*>(found);
 }
 
 // --- memory ------------------------------------------------------------------------------------
@@ -185,59 +210,33 @@ void arena::add(segment_record& segment, block_use as) noexcept {
   all->before = all->after = nullptr;
   segment.first = all;
   table_.insert(all);
-  if (as == block_use::hole) {
-    insert_hole(all);
-  } else {
-    insert_free(all);
-  }
+  vacate(all, as);
 }
 
 void arena::remove(segment_record& segment) noexcept {
   block* const all = segment.first;
-  if (all->use == block_use::hole) {
-    erase_hole(all);
-  } else {
-    free_.erase(all);
-  }
+  runs_.erase(all);
+  if (all->use == block_use::free) free_bytes_ -= all->bytes;
   table_.erase(all->at);
   drop_record(all);
   segment.first = nullptr;
 }
 
+// Neither changes which addresses are free, so runs stay as they are.
+
 void arena::back(block* hole, address at, std::size_t bytes) noexcept {
-  erase_hole(hole);
-  block* filled = hole;
-  if (at > hole->at) {
-    filled = cut(hole, at - hole->at);
-    filled->use = block_use::allocated;  // whatever keeps the rest of the hole from joining it
-    insert_hole(hole);
-  }
-  if (filled->bytes > bytes) {
-    block* const rest = cut(filled, bytes);
-    filled->use = block_use::allocated;
-    rest->use = block_use::hole;
-    insert_hole(rest);
-  }
+  block* const filled = part_of(hole, at, bytes);
+  filled->use = block_use::free;
   filled->freed_at = now();
-  insert_free(filled);
+  free_bytes_ += bytes;
+  join_alike(filled);
 }
 
-block* arena::strip(block* free, address at, std::size_t bytes) noexcept {
-  free_.erase(free);
-  block* empty = free;
-  if (at > free->at) {
-    empty = cut(free, at - free->at);
-    free_.insert(free);
-  }
-  if (empty->bytes > bytes) {
-    block* const rest = cut(empty, bytes);
-    rest->use = block_use::free;
-    free_.insert(rest);
-  }
-  block* const before = empty->before;
-  const bool joins = before != nullptr && before->use == block_use::hole;
-  insert_hole(empty);
-  return joins ? before : empty;
+void arena::strip(block* free, address at, std::size_t bytes) noexcept {
+  block* const empty = part_of(free, at, bytes);
+  empty->use = block_use::hole;
+  free_bytes_ -= bytes;
+  join_alike(empty);
 }
 
 }  // namespace evmm

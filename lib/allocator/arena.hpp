@@ -39,6 +39,10 @@ struct segment_record {
 /// neighbours or any index. Recent blocks are merged when a request finds none of its size, so a
 /// program that repeats itself pays for splitting and merging once.
 ///
+/// The best fit is sought among the runs of free addresses, holes included, so that where a block
+/// lies depends little on where memory happens to be: a program that repeats itself finds its
+/// places again, and the memory that was mapped there.
+///
 /// Threads: everything is under lock(), except what is const from construction on.
 class alignas(128) arena {
  public:
@@ -66,13 +70,15 @@ class alignas(128) arena {
     found->use = block_use::allocated;
     return found;
   }
-  /// Best fit among the free blocks, split as the rules say; null when none serves. `whole` takes
-  /// the block unsplit. Strong guarantee.
+  /// A free block in the smallest run that has one, split as the rules say; null when there is
+  /// none. `whole` takes the block unsplit. Strong guarantee.
   block* take_free(std::size_t bytes, bool whole);
-  /// Exactly [at, at + bytes), out of a free block; null when it is not free.
-  block* take_at(address at, std::size_t bytes);
+  /// Exactly [at, at + bytes), out of a free block; null when it is not free. `near` as for
+  /// covering().
+  block* take_at(address at, std::size_t bytes, const block* near = nullptr);
   /// A live or pending block is over: it becomes recent.
   void put(block* freed) noexcept {
+    if (recent_count_ >= most_recent_) merge_recent();
     const std::size_t slot = slot_of(freed->bytes);
     recent_list& list = recent_[slot];
     recent_used_ |= std::uint64_t{1} << slot;
@@ -90,6 +96,9 @@ class alignas(128) arena {
   /// Merges every recent block with its free neighbours.
   void merge_recent() noexcept;
   block* find(address at) const noexcept { return table_.find(at); }
+  /// The block that `at` lies in, sought from `near`, which may have been a block of this arena and
+  /// be none any more; null when `at` lies in no segment.
+  block* covering(address at, const block* near = nullptr) const noexcept;
 
   // --- memory (under guard()) -----------------------------------------------------------------
 
@@ -106,15 +115,37 @@ class alignas(128) arena {
   /// Memory has come behind [at, at + bytes), which lies in a hole. Needs reserve(2).
   void back(block* hole, address at, std::size_t bytes) noexcept;
   /// The memory of [at, at + bytes), which lies in a free block, is gone. Needs reserve(2).
-  /// Returns the hole.
-  block* strip(block* free, address at, std::size_t bytes) noexcept;
+  void strip(block* free, address at, std::size_t bytes) noexcept;
 
-  const free_index& free_blocks() const noexcept { return free_; }
-  block* holes() const noexcept { return holes_; }
+  /// Takes [at, at + bytes), which lies in a free block, out of its run. Needs reserve(2).
+  block* occupy(block* free, address at, std::size_t bytes, block_use as) noexcept;
+  /// A block becomes free or a hole and joins the run of its free neighbours.
+  void vacate(block* freed, block_use as) noexcept;
+
+  const free_index& runs() const noexcept { return runs_; }
+  /// The first free block of at least `bytes` in a run; null when there is none.
+  static block* free_in(block* run, std::size_t bytes) noexcept {
+    for (block* part = run; part != nullptr && part->vacant(); part = part->after) {
+      if (part->use == block_use::free && part->bytes >= bytes) return part;
+    }
+    return nullptr;
+  }
+  /// Calls `visit(block*)` for each free block of at least `bytes`, in no useful order.
+  template <class Visit>
+  void for_each_free(std::size_t bytes, Visit&& visit) const {
+    runs_.visit_until(bytes, [&](block* first) {
+      for (block* part = first; part != nullptr && part->vacant(); part = part->after) {
+        if (part->use == block_use::free && part->bytes >= bytes) visit(part);
+      }
+      return false;
+    });
+  }
+  /// Of free blocks, recent ones left out.
+  std::size_t free_bytes() const noexcept { return free_bytes_; }
   std::size_t recent_count() const noexcept { return recent_count_; }
   /// Nothing live, pending or free: its stream need not exist.
   bool empty() const noexcept {
-    return free_.empty() && recent_count_ == 0 && allocated_count() == 0 &&
+    return free_bytes_ == 0 && recent_count_ == 0 && allocated_count() == 0 &&
            (deferred == nullptr || deferred->empty());
   }
 
@@ -140,23 +171,29 @@ class alignas(128) arena {
   }
   block* new_record() noexcept;
   void drop_record(block* gone) noexcept;
-  /// Cuts `bytes` off the front of a block that is in no index; returns the rest, in none either.
+  /// Cuts `bytes` off the front of a block; returns the rest, of the same use.
   block* cut(block* whole, std::size_t bytes) noexcept;
-  /// Takes `next` into `first`; both in no index.
+  /// Takes `next` into `first`, its neighbour.
   void join(block* first, block* next) noexcept;
+  /// Joins a vacant block with neighbours of its use; returns the whole.
+  block* join_alike(block* one) noexcept;
+  /// [at, at + bytes) of a block as a block of its own, of the same use.
+  block* part_of(block* whole, address at, std::size_t bytes) noexcept;
   void merge(recent_list& list) noexcept;
-  /// The block joins its free neighbours and the index.
-  void insert_free(block* freed) noexcept;
-  void insert_hole(block* empty) noexcept;
-  void erase_hole(block* filled) noexcept;
+  static block* first_of_run(block* part) noexcept {
+    while (part->before != nullptr && part->before->vacant()) part = part->before;
+    return part;
+  }
+  void insert_run(block* first, std::size_t bytes) noexcept;
 
   std::size_t recent_count_ = 0;
+  std::size_t most_recent_;
   std::uint64_t recent_used_ = 0;  ///< which lists may have blocks
   std::array<recent_list, std::size_t{1} << recent_bits> recent_{};
   ledger_account& account_;
   block_table table_;
-  free_index free_;
-  block* holes_ = nullptr;
+  free_index runs_;
+  std::size_t free_bytes_ = 0;
   block* spare_ = nullptr;  ///< records without a block, by `left`
   std::size_t spare_count_ = 0;
   std::vector<std::unique_ptr<block[]>> records_;

@@ -23,6 +23,7 @@ enum class block_use : std::uint8_t {
   pending,    ///< freed, but other streams may still use it
   recent,     ///< freed, not merged with its neighbours yet; reusable at its exact size
   free,       ///< free, with memory behind all of it; never beside another free block
+  kept,       ///< free, with memory that is being put to use elsewhere or next to it: nobody's
   hole,       ///< free addresses that need memory before use; never beside another hole
 };
 
@@ -35,8 +36,11 @@ enum class block_use : std::uint8_t {
 struct alignas(64) block {
   address at = 0;
   std::size_t bytes = 0;
-  std::size_t requested = 0;  ///< what the caller asked for; 0 unless allocated or pending
-  block* left = nullptr;  ///< in the tree of free blocks; the list of recent blocks and of holes
+  union {
+    std::size_t requested = 0;  ///< live or pending: what the caller asked for
+    std::size_t run_bytes;      ///< first of a run of free blocks and holes: bytes of the run
+  };
+  block* left = nullptr;  ///< in the tree of runs; the list of recent blocks
   block* right = nullptr;
   block* before = nullptr;  ///< neighbours in the segment
   block* after = nullptr;
@@ -49,6 +53,8 @@ struct alignas(64) block {
   std::unique_ptr<std::vector<native_stream>> other_streams;  ///< told by record_stream
   std::shared_ptr<const call_stack> stack;  ///< of its allocation, when that is recorded
 
+  /// Its addresses are free, with or without memory.
+  bool vacant() const noexcept { return use == block_use::free || use == block_use::hole; }
   bool live() const noexcept { return use == block_use::allocated || use == block_use::lent; }
 };
 

@@ -30,11 +30,14 @@ void deferred_frees::add_captured(block* freed, std::vector<graph_node> last_nod
   captured_.push_back({freed, std::move(last_nodes)});
 }
 
-native_event deferred_frees::oldest() const noexcept {
+const event_pool::lease* deferred_frees::oldest() const noexcept {
+  const event_pool::lease* found = nullptr;
   for (const auto& [stream, queue] : queues_) {
-    if (!queue.empty()) return queue.front().event.get();
+    if (queue.empty()) continue;
+    const event_pool::lease& first = queue.front().event;
+    if (found == nullptr || first.order() < found->order()) found = &first;
   }
-  return nullptr;
+  return found;
 }
 
 std::vector<block*> deferred_frees::take_proved(const driver& on,

@@ -42,8 +42,8 @@ class deferred_frees {
       at = queue.empty() ? queues_.erase(at) : std::next(at);
     }
   }
-  /// The oldest event of some stream; null when none is waited for.
-  native_event oldest() const noexcept;
+  /// The event that was recorded first; null when none is waited for.
+  const event_pool::lease* oldest() const noexcept;
   /// Calls `back` for the blocks of captures whose users all lie before `frontier`, the last
   /// nodes of the requesting stream.
   template <class Back>

@@ -15,8 +15,10 @@ event_pool::~event_pool() {
 
 event_pool::lease event_pool::record(native_stream stream) {
   lease taken;
+  std::uint64_t order = 0;
   {
     const std::lock_guard lock(guard_);
+    order = ++recorded_;
     if (idle_.empty()) {
       idle_.reserve(idle_.capacity() + 1);  // so that giving it back cannot fail
     } else {
@@ -25,18 +27,22 @@ event_pool::lease event_pool::record(native_stream stream) {
     }
   }
   if (!taken) taken = lease(*this, on_->create_event(device_));
+  taken.order_ = order;
   on_->record(taken.get(), stream);
   return taken;
 }
 
 event_pool::lease::lease(lease&& other) noexcept
-    : from_(std::exchange(other.from_, nullptr)), event_(std::exchange(other.event_, nullptr)) {}
+    : from_(std::exchange(other.from_, nullptr)),
+      event_(std::exchange(other.event_, nullptr)),
+      order_(other.order_) {}
 
 event_pool::lease& event_pool::lease::operator=(lease&& other) noexcept {
   if (this != &other) {
     reset();
     from_ = std::exchange(other.from_, nullptr);
     event_ = std::exchange(other.event_, nullptr);
+    order_ = other.order_;
   }
   return *this;
 }

@@ -3,6 +3,7 @@
 
 #include <evmm/driver.hpp>
 
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -23,12 +24,16 @@ class event_pool {
     lease& operator=(lease&& other) noexcept;
     ~lease() { reset(); }
     native_event get() const noexcept { return event_; }
+    /// Events that were recorded later have larger ones.
+    std::uint64_t order() const noexcept { return order_; }
     explicit operator bool() const noexcept { return from_ != nullptr; }
     void reset() noexcept;
 
    private:
+    friend class event_pool;
     event_pool* from_ = nullptr;
     native_event event_ = nullptr;
+    std::uint64_t order_ = 0;
   };
 
   /// An event recorded on `stream` now.
@@ -39,6 +44,7 @@ class event_pool {
   device_id device_;
   std::mutex guard_;
   std::vector<native_event> idle_;
+  std::uint64_t recorded_ = 0;
 };
 
 }  // namespace evmm

@@ -30,8 +30,8 @@ struct handle_record {
   span_record* home = nullptr;
   std::vector<std::unique_ptr<span_record>> spans = {};
   // During one search, for handles that no live block touches:
-  arena* giver = nullptr;   ///< whose free block the home lies in; null when it is not free
-  block* inside = nullptr;  ///< that block, when the search began
+  arena* giver = nullptr;  ///< whose free block the home lies in; null when it is not free
+  std::uint32_t freed_at = 0;
   bool needs_wait = false;  ///< its last use, on another stream, is not over
 
   std::size_t bytes() const noexcept { return memory->size(); }
@@ -45,6 +45,7 @@ struct span_record {
   mapping mapped;
   /// Set while it is not the home: behind the last work that used these addresses.
   std::optional<scoped_event> last_use = {};
+  const block* near = nullptr;  ///< where to look for the block it lies in
 
   span_record(handle_record& of, expandable_range& range, mapping made)
       : what(of), in(range), mapped(std::move(made)) {}

@@ -18,8 +18,6 @@ namespace evmm {
 namespace {
 /// Mappings of one handle. More only cost page tables; fewer mean more calls to map again.
 constexpr std::size_t most_spans = 8;
-/// What a mapping that is there already costs beside one that must be made, in bytes of it.
-constexpr std::size_t claim_cost = 64 << 10;
 /// What it costs to wait for the work that still uses a mapping: more than any new memory.
 constexpr std::size_t stall_cost = std::size_t{1} << 44;
 /// How much smaller handles are made for each move that a handle has taken on average. With less,
@@ -33,17 +31,16 @@ constexpr std::size_t piece_share = 8;
 struct memory_supply::search {
   arena& needy;
   std::size_t bytes;
-  const supply_terms& terms;
+  bool may_wait;
   std::vector<std::unique_lock<spin_lock>> locks = {};
+  std::vector<std::pair<arena*, giving>> asked = {};
   std::vector<handle_record*> takable = {};  ///< best to take first
   expandable_range* range = nullptr;
   address at = 0;
+  block* run = nullptr;  ///< where that lies
 
   ~search() {
-    for (handle_record* handle : takable) {
-      handle->giver = nullptr;
-      handle->inside = nullptr;
-    }
+    for (handle_record* handle : takable) handle->giver = nullptr;
   }
   /// The two arenas of a stream share a lock.
   bool has_locked(const spin_lock& guard) const noexcept {
@@ -56,67 +53,164 @@ struct memory_supply::search {
   }
 };
 
+/// What is to be done for a request with no arena locked. Memory that takes part is `kept`
+/// meanwhile, and free again where it was unless it was put to use.
+struct memory_supply::plan {
+  struct step {
+    address at = 0;
+    std::size_t bytes = 0;
+    handle_record* moved = nullptr;  ///< null: one is made,
+    handle_record* freed = nullptr;  ///< in exchange for this one, unless null
+    block* kept = nullptr;           ///< where the home of one or the other was
+  };
+  arena& needy;
+  expandable_range* range = nullptr;
+  address at = 0;  ///< the place of the request
+  std::size_t bytes = 0;
+  const block* run = nullptr;  ///< where that lies
+  std::vector<step> steps = {};
+  std::vector<block*> kept = {};
+
+  explicit plan(arena& of) : needy(of) {}
+  plan(const plan&) = delete;
+  plan& operator=(const plan&) = delete;
+  ~plan() {
+    for (block* each : kept) {
+      const std::lock_guard held(each->owner->guard());
+      each->owner->vacate(each, block_use::free);
+    }
+  }
+  /// The arena of `free` is locked.
+  block* keep(block* free, address from, std::size_t size) {
+    kept.reserve(kept.size() + 1);
+    free->owner->reserve(2);
+    kept.push_back(free->owner->occupy(free, from, size, block_use::kept));
+    return kept.back();
+  }
+  /// Its memory has gone elsewhere.
+  void strip(block* left) noexcept {
+    std::erase(kept, left);
+    const std::lock_guard held(left->owner->guard());
+    left->owner->vacate(left, block_use::hole);
+  }
+};
+
 // --- finding memory ----------------------------------------------------------------------------
 
-void memory_supply::find_takable(search& in, std::span<arena* const> all) {
-  if (options_.now().recycle == recycling::never) return;
-  const bool may_wait = in.terms.may_wait || options_.now().recycle == recycling::wait;
-  const bool capturing = in.needy.pool().captures > 0;
-  for (arena* const giver : all) {
-    if (!giver->pool().may_give() || !giver->pool().in_tier(in.terms.where)) continue;
-    if (giver->segments.empty()) continue;
+/// Whether `giver` may give memory that is free; it is locked then until the search ends.
+memory_supply::giving memory_supply::ask(search& in, arena& giver) {
+  const auto known = std::find_if(in.asked.begin(), in.asked.end(),
+                                  [&](const auto& one) { return one.first == &giver; });
+  if (known != in.asked.end()) return known->second;
+  const auto answer = [&] {
+    if (options_.now().recycle == recycling::never || !giver.pool().may_give()) {
+      return giving::nothing;
+    }
     std::unique_lock<spin_lock> held;
-    if (!in.has_locked(giver->guard())) held = std::unique_lock(giver->guard());
-    if (giver->free_blocks().empty() && giver->recent_count() == 0) continue;
-    bool needs_wait = false;
+    if (!in.has_locked(giver.guard())) held = std::unique_lock(giver.guard());
+    if (giver.free_bytes() == 0 && giver.recent_count() == 0) return giving::nothing;
+    giving found = giving::at_once;
     // Work on the same stream is ordered already, unless a graph takes it out of its order. The
     // stream is asked with the arena locked: what is free now was used by nothing enqueued later.
-    if (giver->stream() != in.needy.stream() || capturing) {
-      if (on_->capture(giver->stream()).status != capture_status::none) continue;
-      needs_wait = !on_->idle(giver->stream());
-      if (needs_wait && (!may_wait || capturing)) continue;
+    const bool capturing = in.needy.pool().captures > 0;
+    if (giver.stream() != in.needy.stream() || capturing) {
+      if (on_->capture(giver.stream()).status != capture_status::none) return giving::nothing;
+      if (!on_->idle(giver.stream())) {
+        if (!in.may_wait || capturing) return giving::nothing;
+        found = giving::after_wait;
+      }
     }
+    if (held) in.locks.push_back(std::move(held));
+    return found;
+  }();
+  in.asked.emplace_back(&giver, answer);
+  return answer;
+}
+
+/// Whether no live block touches the handle and its arena may give it.
+bool memory_supply::takable(search& in, handle_record& what) {
+  if (what.giver != nullptr) return true;
+  arena& giver = *what.home->in.segment.owner;
+  const auto answer = ask(in, giver);
+  if (answer == giving::nothing) return false;
+  const block* const around = giver.covering(what.home->at(), what.home->near);
+  what.home->near = around;
+  if (around->use != block_use::free || what.home->end() > around->at + around->bytes) return false;
+  in.takable.push_back(&what);
+  what.giver = &giver;
+  what.freed_at = around->freed_at;
+  what.needs_wait = answer == giving::after_wait;
+  return true;
+}
+
+/// Looks in a run of free addresses for the first place that needs no mapping.
+bool memory_supply::find_claim(search& in, block* run) {
+  expandable_range& range = *run->in->range;
+  const address end = run->at + run->run_bytes;
+  address from = run->at;
+  for (address here = range.round_down(from); here < std::min(end, range.mapped_end());) {
+    span_record* const span = range.span_at(here);
+    if (span == nullptr) {
+      here += granule_;
+      from = here;
+      continue;
+    }
+    // A handle serves one of its addresses at a time.
+    const bool doubled =
+        std::any_of(span->what.spans.begin(), span->what.spans.end(), [&](const auto& other) {
+          return &other->in == &range && other->at() >= from && other->at() < here;
+        });
+    here = span->end();
+    if (doubled || (!span->home() && !takable(in, span->what))) {
+      from = here;
+    } else if (here >= from + in.bytes && from + in.bytes <= end) {
+      in.range = &range;
+      in.at = from;
+      in.run = run;
+      return true;
+    }
+  }
+  return false;
+}
+
+/// Adds what is free to what may be taken, best to take first.
+void memory_supply::find_takable(search& in, std::span<arena* const> all, tier where) {
+  for (arena* const giver : all) {
+    if (giver->segments.empty() || !giver->pool().in_tier(where)) continue;
+    const std::size_t locked = in.locks.size();
     const std::size_t before = in.takable.size();
+    if (ask(in, *giver) == giving::nothing) continue;
     giver->merge_recent();
-    giver->free_blocks().for_each(granule_, [&](block* free) {
+    giver->for_each_free(granule_, [&](block* free) {
       if (!free->in->expandable()) return;
       expandable_range& range = *free->in->range;
       const address end = free->at + free->bytes;
       for (address at = range.round_up(free->at); at + granule_ <= end;) {
         span_record* const span = range.span_at(at);
-        if (span->at() >= free->at && span->end() <= end && span->what.where() == in.terms.where) {
-          span->what.giver = giver;
-          span->what.inside = free;
-          span->what.needs_wait = needs_wait;
-          in.takable.push_back(&span->what);
-        }
+        span->near = free;
+        if (span->what.where() == where) takable(in, span->what);
         at = span->end();
       }
     });
     // Who has nothing to give goes on meanwhile.
-    if (held && in.takable.size() > before) in.locks.push_back(std::move(held));
+    if (in.takable.size() == before && in.locks.size() > locked) in.locks.pop_back();
   }
   std::sort(in.takable.begin(), in.takable.end(),
             [](const handle_record* a, const handle_record* b) {
               if (a->needs_wait != b->needs_wait) return b->needs_wait;
               if (a->bytes() != b->bytes()) return a->bytes() > b->bytes();
-              if (a->inside->freed_at != b->inside->freed_at) {
-                return a->inside->freed_at < b->inside->freed_at;
-              }
+              if (a->freed_at != b->freed_at) return a->freed_at < b->freed_at;
               return a->home->at() > b->home->at();
             });
 }
 
-void memory_supply::choose_place(search& in) const {
+/// The place where the least must be mapped, in the tightest run among equals.
+void memory_supply::choose_place(search& in, tier where) const {
   std::size_t least_cost = std::numeric_limits<std::size_t>::max();
-  std::size_t least_run = least_cost;
-  const auto is_free = [](const block* b) {
-    return b != nullptr && (b->use == block_use::free || b->use == block_use::hole);
-  };
-  const auto consider = [&](expandable_range& range, address at, std::size_t run) {
+  const auto consider = [&](expandable_range& range, address at, block* run) {
     std::size_t cost = 0;
     const address end = range.round_up(at + in.bytes);
-    for (address here = range.round_down(at); here < end;) {
+    for (address here = range.round_down(at); here < end && cost < least_cost;) {
       span_record* const span = range.span_at(here);
       if (span == nullptr) {
         cost += granule_;
@@ -127,48 +221,34 @@ void memory_supply::choose_place(search& in) const {
         const handle_record& what = span->what;
         const bool home_inside = &what.home->in == &range && what.home->at() < end &&
                                  what.home->end() > range.round_down(at);
-        if (what.giver != nullptr && !home_inside) {
-          cost += claim_cost;
-        } else {
+        if (what.giver == nullptr || home_inside) {
           cost += std::min(end, span->end()) - here + (in_use(*span) ? stall_cost : 0);
         }
       }
       here = span->end();
-      if (cost > least_cost) return;
     }
-    if (cost > least_cost || (cost == least_cost && run >= least_run)) return;
+    if (cost >= least_cost) return;
     least_cost = cost;
-    least_run = run;
     in.range = &range;
     in.at = at;
+    in.run = run;
   };
-  for (block* hole = in.needy.holes(); hole != nullptr; hole = hole->right) {
-    if (!hole->in->range->takes(in.terms.where)) continue;
-    block* first = hole;
-    bool leads = true;  // the first hole of its run of free neighbours speaks for the run
-    while (is_free(first->before)) {
-      first = first->before;
-      leads = leads && first->use != block_use::hole;
-    }
-    if (!leads) continue;
-    block* last = hole;
-    while (is_free(last->after)) last = last->after;
-    const address end = last->at + last->bytes;
-    const std::size_t run = end - first->at;
-    if (run < in.bytes) continue;
-    expandable_range& range = *hole->in->range;
-    for (const block* part = first;; part = part->after) {
-      if (part->at + in.bytes <= end) consider(range, part->at, run);
+  in.needy.runs().visit_until(in.bytes, [&](block* first) {
+    if (!first->in->expandable() || !first->in->range->takes(where)) return false;
+    expandable_range& range = *first->in->range;
+    const address end = first->at + first->run_bytes;
+    for (const block* part = first; part != nullptr && part->vacant(); part = part->after) {
+      if (part->at + in.bytes <= end) consider(range, part->at, first);
       const address part_end = part->at + part->bytes;
       if (part_end - first->at >= in.bytes && part_end != range.end()) {
-        consider(range, part_end - in.bytes, run);
+        consider(range, part_end - in.bytes, first);
       }
-      if (part == last) break;
     }
     // Where nothing was ever mapped no work can be in the way.
     const address fresh = std::max(range.mapped_end(), first->at);
-    if (fresh + in.bytes <= end) consider(range, fresh, run);
-  }
+    if (fresh + in.bytes <= end) consider(range, fresh, first);
+    return least_cost == 0;
+  });
 }
 
 expandable_range& memory_supply::range_of(arena& needy, std::size_t bytes,
@@ -202,157 +282,222 @@ handle_record* memory_supply::pick(search& in, std::size_t most) const {
   return nullptr;
 }
 
-/// Gives back one free handle that is larger than `size` and past all use, to make a smaller one.
-void memory_supply::exchange(search& in, std::size_t size) {
-  for (auto at = in.takable.rbegin(); at != in.takable.rend(); ++at) {  // the smallest first
-    handle_record* const handle = *at;
-    if (handle->giver == nullptr || handle->needs_wait || handle->bytes() < size ||
-        in.wants(*handle->home)) {
-      continue;
-    }
-    arena& giver = *handle->giver;
-    if (!on_->idle(giver.stream())) continue;
-    giver.reserve(2);
-    release(*handle, giver, handle->home->at());
-    in.takable.erase(std::next(at).base());
-    return;
-  }
-}
-
-block* memory_supply::hole_at(arena& in, address at) const noexcept {
-  block* hole = in.holes();
-  while (at - hole->at >= hole->bytes) hole = hole->right;
-  return hole;
-}
-
-void memory_supply::settle(search& in, span_record& home) {
-  home.what.home = &home;
-  home.last_use.reset();
-  in.needy.back(hole_at(in.needy, home.at()), home.at(), home.bytes());
-  tell_(trace_action::segment_map, in.needy, home.at(), home.bytes());
+/// The smallest free handle that is larger than `size` and past all use: what it frees may be made
+/// anew in the size that is needed.
+handle_record* memory_supply::pick_to_exchange(search& in, std::size_t size) const {
+  const auto found =
+      std::find_if(in.takable.rbegin(), in.takable.rend(), [&](const handle_record* handle) {
+        return handle->giver != nullptr && !handle->needs_wait && handle->bytes() >= size &&
+               !in.wants(*handle->home) && on_->idle(handle->giver->stream());
+      });
+  return found == in.takable.rend() ? nullptr : *found;
 }
 
 /// Grows with what is held, so that there are few handles where there is much memory, and shrinks
 /// as handles have had to be moved, so that there is little waste where sizes do not repeat.
-std::size_t memory_supply::new_handle_bytes(tier where) const noexcept {
+std::size_t memory_supply::new_handle_bytes(std::size_t held) const noexcept {
   const allocator_options& options = options_.now();
   const double moved = static_cast<double>(recycled_) / static_cast<double>(made_ + 16);
-  const double share = static_cast<double>(held_[static_cast<std::size_t>(where)]) /
-                       (options.handle_fraction * (1 + move_weight * moved));
+  const double share =
+      static_cast<double>(held) / (options.handle_fraction * (1 + move_weight * moved));
   return std::clamp(std::bit_floor(static_cast<std::size_t>(share) | 1), options.min_handle,
                     options.max_handle);
 }
 
-bool memory_supply::fill_stretch(search& in, address from, address to) {
+/// What fills [from, to); false when memory runs out first.
+bool memory_supply::plan_stretch(search& in, address from, address to, const supply_terms& terms,
+                                 plan& to_do) {
   const allocator_options& options = options_.now();
-  const tier where = in.terms.where;
-  std::size_t& held = held_[static_cast<std::size_t>(where)];
+  const auto open = [&](address at) {
+    const span_record* const span = in.range->span_at(at);
+    return span == nullptr || (!span->home() && in.wants(*span));
+  };
   for (address at = from; at < to;) {
-    in.needy.reserve(4);  // it may be the giver too
+    std::size_t held = held_[static_cast<std::size_t>(terms.where)];
+    for (const plan::step& step : to_do.steps) {
+      if (step.moved == nullptr) held += step.bytes;
+      if (step.freed != nullptr) held -= step.freed->bytes();
+    }
     // A handle may reach beyond the request, into addresses that nothing is mapped at.
     std::size_t room = to - at;
-    while (room < options.max_handle && at + room < in.range->end() &&
-           in.range->span_at(at + room) == nullptr) {
+    while (room < options.max_handle && at + room < in.range->end() && open(at + room)) {
       room += granule_;
     }
-    std::size_t size = new_handle_bytes(where);
-    const bool wanted = held + size <= in.terms.make_up_to;
+    std::size_t size = new_handle_bytes(held);
+    const bool wanted = held + size <= terms.make_up_to;
     // Where the program has needed no more than before, in small pieces: they move more easily.
-    if (held >= in.terms.make_up_to && !in.terms.growing) {
+    if (held >= terms.make_up_to && !terms.growing) {
       size = std::max(evmm::round_up(size / piece_share, granule_), options.min_handle);
     }
     if (!wanted) size = std::min(size, to - at);
     size = std::min(size, room);
-    while (size > granule_ && held + size > in.terms.limit)
-      size = evmm::round_up(size / 2, granule_);
-    const bool may_make = in.terms.may_make && held + size <= in.terms.limit;
+    while (size > granule_ && held + size > terms.limit) size = evmm::round_up(size / 2, granule_);
+    const bool may_make = terms.may_make && held + size <= terms.limit;
     const std::size_t most = std::min(room, std::max<std::size_t>(to - at, size));
-    handle_record* found = nullptr;
-    bool fresh = false;
-    if (!may_make || !wanted) found = pick(in, most);
+    plan::step next{.at = at, .bytes = size};
+    if (!may_make || !wanted) next.moved = pick(in, most);
     // Beyond what was ever live nothing is added while something can be had instead: a handle that
     // reaches further, or the room of one that is too large.
-    if (found == nullptr && !wanted) found = pick(in, room);
-    if (found == nullptr && !wanted && may_make) exchange(in, size);
-    if (found == nullptr && may_make) {
-      found = make(size, where, in.needy.kind());
-      fresh = found != nullptr;
+    if (next.moved == nullptr && !wanted) next.moved = pick(in, room);
+    if (next.moved == nullptr && !wanted && may_make) next.freed = pick_to_exchange(in, size);
+    if (next.moved == nullptr && !may_make) return false;
+    if (handle_record* const taken = next.moved != nullptr ? next.moved : next.freed) {
+      const span_record& home = *taken->home;
+      arena& giver = *taken->giver;
+      leave(*taken, in.needy);
+      next.kept = to_do.keep(giver.covering(home.at(), home.near), home.at(), home.bytes());
     }
-    if (found == nullptr) found = pick(in, most);
-    if (found == nullptr) return false;
+    if (next.moved != nullptr) next.bytes = next.moved->bytes();
+    to_do.steps.push_back(next);
+    at += next.bytes;
+  }
+  return true;
+}
 
-    if (found->spans.size() >= most_spans) {
-      const auto stale = std::find_if(found->spans.begin(), found->spans.end(), [&](auto& span) {
+/// Chooses the place of a request and what serves it; false when memory runs out first.
+bool memory_supply::plan_request(search& in, std::size_t reserve_bytes, std::span<arena* const> all,
+                                 const supply_terms& terms, plan& to_do) {
+  arena& needy = in.needy;
+  find_takable(in, all, terms.where);
+  needy.merge_recent();
+  choose_place(in, terms.where);
+  if (in.range == nullptr) {
+    expandable_range& made = range_of(needy, in.bytes, reserve_bytes, terms.where);
+    in.range = &made;
+    in.at = made.base();
+    in.run = made.segment.first;
+  }
+  to_do.range = in.range;
+  to_do.at = in.at;
+  to_do.bytes = in.bytes;
+  to_do.run = in.run;
+  expandable_range& range = *in.range;
+  const address to = range.round_up(in.at + in.bytes);
+  // What is mapped here already serves, if it can.
+  for (address at = range.round_down(in.at); at < to;) {
+    span_record* const span = range.span_at(at);
+    at = span != nullptr ? span->end() : at + granule_;
+    if (span != nullptr && !span->home() && span->what.giver != nullptr &&
+        !in.wants(*span->what.home)) {
+      claim(in, *span);
+    }
+  }
+  for (block* part = needy.covering(in.at, in.run); part != nullptr && part->at < in.at + in.bytes;
+       part = part->after) {
+    if (part->use != block_use::free) continue;
+    const address from = std::max(part->at, in.at);
+    part = to_do.keep(part, from, std::min(part->at + part->bytes, in.at + in.bytes) - from);
+  }
+  const auto backed = [&](address at) {
+    const span_record* const span = range.span_at(at);
+    return span != nullptr && span->home();
+  };
+  for (address at = range.round_down(in.at); at < to; at += granule_) {
+    if (backed(at)) continue;
+    const address from = at;
+    while (at < to && !backed(at)) at += granule_;
+    if (!plan_stretch(in, from, at, terms, to_do)) return false;
+  }
+  return true;
+}
+
+/// Makes and maps, with no arena locked. False when the driver has no memory.
+bool memory_supply::carry_out(plan& to_do, const supply_terms& terms) {
+  arena& needy = to_do.needy;
+  expandable_range& range = *to_do.range;
+  // What is mapped here and could not serve makes room.
+  for (address at = range.round_down(to_do.at); at < to_do.at + to_do.bytes;) {
+    span_record* const span = range.span_at(at);
+    at = span != nullptr ? span->end() : at + granule_;
+    if (span == nullptr || span->home()) continue;
+    wait_for_last_use(*span);
+    unmap(*span);
+  }
+  for (const plan::step& step : to_do.steps) {
+    if (step.freed != nullptr) {
+      to_do.strip(step.kept);
+      release(*step.freed);
+    }
+    handle_record* const handle =
+        step.moved != nullptr ? step.moved : make(step.bytes, terms.where, needy.kind());
+    if (handle == nullptr) return false;
+    if (handle->spans.size() >= most_spans) {
+      const auto stale = std::find_if(handle->spans.begin(), handle->spans.end(), [&](auto& span) {
         return !span->home() && (!span->last_use || on_->done(span->last_use->get()));
       });
-      if (stale != found->spans.end()) unmap(**stale);
+      if (stale != handle->spans.end()) unmap(**stale);
     }
     span_record* made = nullptr;
     try {
-      made = map(*found, *in.range, at);
-      if (!fresh) {
-        take_home(*found, in.needy);
-        ++recycled_;
-      }
+      made = map(*handle, range, step.at);
+      const std::lock_guard held(needy.guard());
+      to_do.kept.reserve(to_do.kept.size() + 1);
+      needy.reserve(4);
+      arrive(*made, needy, to_do.run);
+      // Nobody else gets it before the rest has come.
+      const address from = std::max(made->at(), to_do.at);
+      const address to = std::min(made->end(), to_do.at + to_do.bytes);
+      to_do.keep(needy.covering(from, made->near), from, to - from);
     } catch (...) {
       if (made != nullptr) unmap(*made);
-      if (fresh) {
-        hold(in.needy.kind(), where, -static_cast<std::int64_t>(found->bytes()));
+      if (step.moved == nullptr) {
+        hold(needy.kind(), terms.where, -static_cast<std::int64_t>(step.bytes));
         handles_.pop_back();
       }
       throw;
     }
-    settle(in, *made);
-    at = made->end();
+    if (step.moved != nullptr) {
+      to_do.strip(step.kept);
+      ++recycled_;
+    }
   }
   return true;
 }
 
 block* memory_supply::expand(arena& needy, std::size_t bytes, std::size_t reserve_bytes,
-                             std::span<arena* const> all, const supply_terms& terms) {
-  search in{needy, bytes, terms};
-  find_takable(in, all);
+                             std::span<arena* const> all, supply_terms terms,
+                             std::unique_lock<spin_lock>& held) {
+  // When the driver has no memory, once more with what there is.
+  for (;; terms.may_make = false) {
+    plan to_do(needy);
+    {
+      const std::lock_guard mine(needy.guard());
+      search in{.needy = needy,
+                .bytes = bytes,
+                .may_wait = terms.may_wait || options_.now().recycle == recycling::wait};
+      if (!plan_request(in, reserve_bytes, all, terms, to_do)) break;
+    }
+    if (!carry_out(to_do, terms)) continue;
+    held = std::unique_lock(needy.guard());
+    for (block* part : std::exchange(to_do.kept, {})) needy.vacate(part, block_use::free);
+    return needy.take_at(to_do.at, bytes, to_do.run);
+  }
+  return nullptr;
+}
+
+void memory_supply::claim(search& in, span_record& span) {
+  handle_record& what = span.what;
+  const span_record& old = *what.home;
+  arena& giver = *what.giver;
+  in.needy.reserve(4);  // it may be the giver too
+  leave(what, in.needy);
+  giver.strip(giver.covering(old.at(), old.near), old.at(), old.bytes());
+  arrive(span, in.needy, in.run);
+  ++claimed_;
+}
+
+block* memory_supply::claim(arena& needy, std::size_t bytes) {
+  search in{.needy = needy, .bytes = bytes, .may_wait = false};
   needy.merge_recent();
-  choose_place(in);
-  if (in.range == nullptr) {
-    expandable_range& range = range_of(needy, bytes, reserve_bytes, terms.where);
-    in.range = &range;
-    in.at = range.base();
-  }
-  expandable_range& range = *in.range;
-  const address from = range.round_down(in.at);
-  const address to = range.round_up(in.at + bytes);
-  // First what is mapped here already: it serves, or it makes room.
-  for (address at = from; at < to;) {
-    span_record* const span = range.span_at(at);
-    if (span == nullptr) {
-      at += granule_;
-      continue;
-    }
+  needy.runs().visit_until(
+      bytes, [&](block* run) { return run->in->expandable() && find_claim(in, run); });
+  if (in.range == nullptr) return nullptr;
+  for (address at = in.range->round_down(in.at); at < in.at + bytes;) {
+    span_record* const span = in.range->span_at(at);
+    if (!span->home()) claim(in, *span);
     at = span->end();
-    if (span->home()) continue;
-    handle_record& what = span->what;
-    if (what.giver != nullptr && !in.wants(*what.home)) {
-      needy.reserve(4);
-      take_home(what, needy);
-      settle(in, *span);
-      ++claimed_;
-    } else {
-      wait_for_last_use(*span);
-      unmap(*span);
-    }
   }
-  for (address at = from; at < to;) {
-    if (const span_record* span = range.span_at(at); span != nullptr) {
-      at = span->end();
-      continue;
-    }
-    address end = at;
-    while (end < to && range.span_at(end) == nullptr) end += granule_;
-    if (!fill_stretch(in, at, end)) return nullptr;
-    at = end;
-  }
-  return needy.take_at(in.at, bytes);
+  return needy.take_at(in.at, bytes, in.run);
 }
 
 }  // namespace evmm

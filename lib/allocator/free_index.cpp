@@ -15,7 +15,7 @@ std::size_t free_index::next_used(std::size_t first) const noexcept {
 }
 
 void free_index::insert(block* added) noexcept {
-  const std::size_t bin = bin_of(added->bytes);
+  const std::size_t bin = bin_of(added->run_bytes);
   block** link = &roots_[bin];
   const std::uint64_t own = priority(added);
   while (*link != nullptr && priority(*link) >= own) {
@@ -43,7 +43,7 @@ void free_index::insert(block* added) noexcept {
 }
 
 void free_index::erase(block* gone) noexcept {
-  const std::size_t bin = bin_of(gone->bytes);
+  const std::size_t bin = bin_of(gone->run_bytes);
   block** link = &roots_[bin];
   while (*link != gone) link = less(gone, *link) ? &(*link)->left : &(*link)->right;
   block* below = gone->left;
@@ -68,7 +68,7 @@ block* free_index::best_fit(std::size_t bytes) const noexcept {
   const std::size_t bin = bin_of(bytes);
   block* found = nullptr;
   for (block* at = roots_[bin]; at != nullptr;) {
-    if (at->bytes >= bytes) {
+    if (at->run_bytes >= bytes) {
       found = at;
       at = at->left;
     } else {
@@ -81,16 +81,6 @@ block* free_index::best_fit(std::size_t bytes) const noexcept {
   found = roots_[next];
   while (found->left != nullptr) found = found->left;
   return found;
-}
-
-block* free_index::largest() const noexcept {
-  for (std::size_t bin = bins; bin-- > 0;) {
-    if (block* at = roots_[bin]; at != nullptr) {
-      while (at->right != nullptr) at = at->right;
-      return at;
-    }
-  }
-  return nullptr;
 }
 
 }  // namespace evmm

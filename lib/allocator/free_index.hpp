@@ -10,24 +10,26 @@
 
 namespace [[gnu::visibility("default")]] evmm {
 
-/// Free blocks by size: best fit, lowest address first among equals.
+/// Runs of free addresses by size: best fit, lowest address first among equals. The first block of
+/// a run stands for it.
 ///
 /// Sizes fall into eight bins for each power of two. A bitmap finds the next bin in use; within a
-/// bin the blocks form a treap whose priorities are hashes of the addresses, so that neither many
-/// blocks of one size nor an adversary's order makes it deep. Links lie in the blocks.
+/// bin the runs form a treap whose priorities are hashes of the addresses, so that neither many
+/// runs of one size nor an adversary's order makes it deep. Links lie in the blocks.
 class free_index {
  public:
   void insert(block* added) noexcept;
   void erase(block* gone) noexcept;
-  /// The smallest block of at least `bytes`, the lowest of that size; null when there is none.
+  /// The smallest run of at least `bytes`, the lowest of that size; null when there is none.
   block* best_fit(std::size_t bytes) const noexcept;
-  block* largest() const noexcept;
-  bool empty() const noexcept { return count_ == 0; }
   std::size_t count() const noexcept { return count_; }
-  /// Calls `visit(block*)` for each block of at least `bytes`, in no useful order.
+  /// Calls `visit(block*)` for each run of at least `bytes`, the best fit first, until it returns
+  /// true.
   template <class Visit>
-  void for_each(std::size_t bytes, Visit&& visit) const {
-    for (std::size_t bin = bin_of(bytes); bin < bins; ++bin) walk(roots_[bin], visit);
+  void visit_until(std::size_t bytes, Visit&& visit) const {
+    for (std::size_t bin = next_used(bin_of(bytes)); bin < bins; bin = next_used(bin + 1)) {
+      if (walk(roots_[bin], bytes, visit)) return;
+    }
   }
 
  private:
@@ -38,7 +40,7 @@ class free_index {
     return power * 8 + ((bytes >> (power - 3)) & 7);
   }
   static bool less(const block* a, const block* b) noexcept {
-    return a->bytes != b->bytes ? a->bytes < b->bytes : a->at < b->at;
+    return a->run_bytes != b->run_bytes ? a->run_bytes < b->run_bytes : a->at < b->at;
   }
   static std::uint64_t priority(const block* of) noexcept {
     return (of->at >> 9) * 0x9e3779b97f4a7c15u;
@@ -46,12 +48,10 @@ class free_index {
   /// The next bin in use from `first` on; bins when there is none.
   std::size_t next_used(std::size_t first) const noexcept;
   template <class Visit>
-  static void walk(block* root, Visit& visit) {
-    if (root == nullptr) return;
-    walk(root->left, visit);
-    block* const right = root->right;
-    visit(root);
-    walk(right, visit);
+  static bool walk(block* root, std::size_t bytes, Visit& visit) {
+    if (root == nullptr) return false;
+    if (root->run_bytes < bytes) return walk(root->right, bytes, visit);
+    return walk(root->left, bytes, visit) || visit(root) || walk(root->right, bytes, visit);
   }
 
   std::array<block*, bins> roots_{};

@@ -96,7 +96,7 @@ void memory_supply::unmap(span_record& gone) noexcept {
   std::erase_if(gone.what.spans, [&](const auto& span) { return span.get() == &gone; });
 }
 
-void memory_supply::take_home(handle_record& taken, arena& needy) {
+void memory_supply::leave(handle_record& taken, arena& needy) {
   arena& giver = *taken.giver;
   span_record& old = *taken.home;
   giver.reserve(2);
@@ -105,31 +105,29 @@ void memory_supply::take_home(handle_record& taken, arena& needy) {
     on_->record(old.last_use->get(), giver.stream());
     if (taken.needs_wait) on_->wait(needy.stream(), old.last_use->get());
   }
-  tell_(trace_action::segment_unmap, giver, old.at(), old.bytes());
-  giver.strip(free_block_at(giver, taken.inside, old.at()), old.at(), old.bytes());
-  taken.home = nullptr;
   taken.giver = nullptr;
-  if (giver.kind() != needy.kind()) {
-    const auto bytes = static_cast<std::int64_t>(taken.bytes());
-    for (const auto& [kind, sign] : {std::pair{giver.kind(), -1}, std::pair{needy.kind(), 1}}) {
-      (kind == size_class::small ? segment_.small_pool : segment_.large_pool).add(sign);
-      (kind == size_class::small ? reserved_bytes_.small_pool : reserved_bytes_.large_pool)
-          .add(sign * bytes);
-    }
-  }
 }
 
-block* memory_supply::free_block_at(arena& in, block* hint, address at) const noexcept {
-  const auto holds = [at](const block* b) { return at - b->at < b->bytes; };
-  // The record may have become another block since.
-  block* found = hint;
-  if (found->use != block_use::free || !holds(found)) {
-    found = nullptr;
-    in.free_blocks().for_each(granule_, [&](block* free) {
-      if (holds(free)) found = free;
-    });
+void memory_supply::arrive(span_record& home, arena& needy, const block* near) {
+  needy.reserve(2);
+  if (const span_record* const old = home.what.home; old != nullptr) {
+    const arena& giver = *old->in.segment.owner;
+    tell_(trace_action::segment_unmap, giver, old->at(), old->bytes());
+    const auto bytes = static_cast<std::int64_t>(home.bytes());
+    if (giver.kind() != needy.kind()) {
+      for (const auto& [kind, sign] : {std::pair{giver.kind(), -1}, std::pair{needy.kind(), 1}}) {
+        (kind == size_class::small ? segment_.small_pool : segment_.large_pool).add(sign);
+        (kind == size_class::small ? reserved_bytes_.small_pool : reserved_bytes_.large_pool)
+            .add(sign * bytes);
+      }
+    }
   }
-  return found;
+  home.what.home = &home;
+  home.last_use.reset();
+  block* const hole = needy.covering(home.at(), near);
+  needy.back(hole, home.at(), home.bytes());
+  home.near = hole;
+  tell_(trace_action::segment_map, needy, home.at(), home.bytes());
 }
 
 // --- segments of one handle --------------------------------------------------------------------
@@ -179,14 +177,13 @@ bool memory_supply::add_segment(arena& needy, std::size_t bytes, const supply_te
 
 // --- giving back -------------------------------------------------------------------------------
 
-void memory_supply::release(handle_record& gone, arena& holder, address at) noexcept {
+void memory_supply::release(handle_record& gone) noexcept {
+  const arena& holder = *gone.home->in.segment.owner;
+  tell_(trace_action::segment_unmap, holder, gone.home->at(), gone.bytes());
   for (const auto& span : gone.spans) {
     log_failure("waiting for the last use of a mapping", [&] { wait_for_last_use(*span); });
+    span->in.set(span->at(), span->bytes(), nullptr);
   }
-  tell_(trace_action::segment_unmap, holder, at, gone.bytes());
-  holder.strip(free_block_at(holder, gone.inside, at), at, gone.bytes());
-  gone.home = nullptr;
-  for (const auto& span : gone.spans) span->in.set(span->at(), span->bytes(), nullptr);
   hold(holder.kind(), gone.where(), -static_cast<std::int64_t>(gone.bytes()));
   std::erase_if(handles_, [&](const auto& handle) { return handle.get() == &gone; });
 }
@@ -194,7 +191,7 @@ void memory_supply::release(handle_record& gone, arena& holder, address at) noex
 std::size_t memory_supply::releasable(arena& from) const {
   std::size_t bytes = 0;
   from.merge_recent();
-  from.free_blocks().for_each(0, [&](block* free) {
+  from.for_each_free(0, [&](block* free) {
     if (!free->in->expandable()) {
       if (from.unused(*free->in)) bytes += free->bytes;
       return;
@@ -210,7 +207,8 @@ std::size_t memory_supply::releasable(arena& from) const {
   return bytes;
 }
 
-std::size_t memory_supply::give_back(arena& from, std::size_t wanted, std::uint64_t older_than) {
+std::size_t memory_supply::give_back(arena& from, std::size_t wanted, std::uint64_t older_than,
+                                     bool may_wait) {
   if (!from.pool().may_give()) return 0;
   from.merge_recent();
   struct candidate {
@@ -220,7 +218,7 @@ std::size_t memory_supply::give_back(arena& from, std::size_t wanted, std::uint6
   };
   std::vector<candidate> candidates;
   std::size_t splits = 0;
-  from.free_blocks().for_each(0, [&](block* free) {
+  from.for_each_free(0, [&](block* free) {
     if (free->freed_at >= older_than) return;
     if (!free->in->expandable()) {
       if (from.unused(*free->in)) candidates.push_back({free->freed_at, nullptr, free->in});
@@ -231,7 +229,7 @@ std::size_t memory_supply::give_back(arena& from, std::size_t wanted, std::uint6
     for (address at = range.round_up(free->at); at + granule_ <= end;) {
       span_record* const span = range.span_at(at);
       if (span->at() >= free->at && span->end() <= end) {
-        span->what.inside = free;
+        span->near = free;
         candidates.push_back({free->freed_at, &span->what, nullptr});
         splits += 2;
       }
@@ -249,8 +247,15 @@ std::size_t memory_supply::give_back(arena& from, std::size_t wanted, std::uint6
   for (const candidate& chosen : candidates) {
     if (given >= wanted) break;
     if (chosen.handle != nullptr) {
-      given += chosen.handle->bytes();
-      release(*chosen.handle, from, chosen.handle->home->at());
+      const auto busy = [&](const auto& span) { return !span->home() && in_use(*span); };
+      if (!may_wait &&
+          std::any_of(chosen.handle->spans.begin(), chosen.handle->spans.end(), busy)) {
+        continue;
+      }
+      const span_record& home = *chosen.handle->home;
+      given += home.bytes();
+      from.strip(from.covering(home.at(), home.near), home.at(), home.bytes());
+      release(*chosen.handle);
       continue;
     }
     segment_record& segment = *chosen.segment;

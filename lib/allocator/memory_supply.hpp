@@ -68,8 +68,8 @@ struct supply_terms {
 /// back.
 ///
 /// New memory is made while less is held than was ever live. Beyond that, handles that no live
-/// block touches are mapped where they are needed, so
-/// that fragmentation costs mappings, and in a program that repeats itself not even those.
+/// block touches are mapped where they are needed, so that fragmentation costs mappings, and in a
+/// program that repeats itself not even those.
 ///
 /// Threads: under the allocator's slow lock, which alone may hold several arenas' locks.
 class memory_supply {
@@ -80,18 +80,25 @@ class memory_supply {
                 page_map& pages, listener tell);
   ~memory_supply();
 
-  /// Puts memory behind enough free addresses of `needy`, whose lock is held and which has no free
-  /// block of `bytes`; returns a block [at, at + bytes) made live, or null when memory has run out.
-  /// `all` are the arenas that may give handles. Throws what the driver throws but out_of_memory.
+  /// A free block of `bytes` in `needy`, whose lock is held, that needs no mapping: memory is
+  /// behind it, or free and mapped there too. It lies in the smallest run that has one, and is live
+  /// now; null when there is none.
+  block* claim(arena& needy, std::size_t bytes);
+  /// Puts memory behind enough free addresses of `needy`, which has no free block of `bytes`;
+  /// returns a block [at, at + bytes) made live, with the arena locked by `held`, or null when
+  /// memory has run out. `all` are the arenas that may give handles. No arena is locked while
+  /// memory is made or mapped, and the caller holds none. Throws what the driver throws but
+  /// out_of_memory.
   block* expand(arena& needy, std::size_t bytes, std::size_t reserve_bytes,
-                std::span<arena* const> all, const supply_terms& terms);
+                std::span<arena* const> all, supply_terms terms, std::unique_lock<spin_lock>& held);
   /// A segment of one handle as a free block of `needy`, whose lock is held. False when memory has
   /// run out.
   bool add_segment(arena& needy, std::size_t bytes, const supply_terms& terms);
 
   /// Gives back up to `wanted` bytes of free memory of an arena, whose lock is held and whose
-  /// stream is past all use of it; only what was freed before `older_than`. Returns the bytes.
-  std::size_t give_back(arena& from, std::size_t wanted, std::uint64_t older_than);
+  /// stream is past all use of it; only what was freed before `older_than`, and with `may_wait`
+  /// also what other streams still use at other addresses. Returns the bytes.
+  std::size_t give_back(arena& from, std::size_t wanted, std::uint64_t older_than, bool may_wait);
   /// What give_back could give.
   std::size_t releasable(arena& from) const;
   /// The arena is going: unmaps and releases all it has. Nothing may be live in it.
@@ -108,27 +115,37 @@ class memory_supply {
 
  private:
   struct search;
+  struct plan;
+  enum class giving : std::uint8_t { nothing, at_once, after_wait };
 
   expandable_range& range_of(arena& needy, std::size_t bytes, std::size_t reserve_bytes,
                              tier where);
-  void find_takable(search& in, std::span<arena* const> all);
-  void choose_place(search& in) const;
-  std::size_t new_handle_bytes(tier where) const noexcept;
-  bool fill_stretch(search& in, address from, address to);
+  giving ask(search& in, arena& giver);
+  bool takable(search& in, handle_record& what);
+  bool find_claim(search& in, block* run);
+  void claim(search& in, span_record& span);
+  void find_takable(search& in, std::span<arena* const> all, tier where);
+  void choose_place(search& in, tier where) const;
+  std::size_t new_handle_bytes(std::size_t held) const noexcept;
+  bool plan_stretch(search& in, address from, address to, const supply_terms& terms, plan& to_do);
+  bool plan_request(search& in, std::size_t reserve_bytes, std::span<arena* const> all,
+                    const supply_terms& terms, plan& to_do);
+  bool carry_out(plan& to_do, const supply_terms& terms);
   handle_record* pick(search& in, std::size_t most) const;
-  void exchange(search& in, std::size_t size);
+  handle_record* pick_to_exchange(search& in, std::size_t size) const;
   handle_record* make(std::size_t bytes, tier where, size_class kind);
   span_record* map(handle_record& what, expandable_range& in, address at);
   void unmap(span_record& gone) noexcept;
   /// Whether work may still use a mapping that is not its handle's home.
   bool in_use(span_record& stale) const;
   void wait_for_last_use(span_record& stale);
-  /// The handle's home leaves its giver's free block.
-  void take_home(handle_record& taken, arena& needy);
-  void settle(search& in, span_record& home);
-  void release(handle_record& gone, arena& holder, address at) noexcept;
-  block* free_block_at(arena& in, block* hint, address at) const noexcept;
-  block* hole_at(arena& in, address at) const noexcept;
+  /// What uses the home of a handle that is going to move is noted, or waited for by the stream
+  /// of `needy`.
+  void leave(handle_record& taken, arena& needy);
+  /// `home`, in a hole of `needy`, which is locked, becomes its handle's home.
+  void arrive(span_record& home, arena& needy, const block* near);
+  /// The addresses of its home are a hole already.
+  void release(handle_record& gone) noexcept;
 
   void count(pool_statistic& of, size_class kind, std::int64_t amount) noexcept;
   void hold(size_class kind, tier where, std::int64_t bytes) noexcept;

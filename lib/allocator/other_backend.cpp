@@ -80,6 +80,33 @@ class table_backend : public other_backend {
   }
 
  protected:
+  /// Bytes that are not live yet but count already, so that threads cannot pass a limit together.
+  class promise {
+   public:
+    promise(table_backend& of, std::size_t bytes, std::size_t limit) : of_(of), bytes_(bytes) {
+      const std::lock_guard lock(of.guard_);
+      const std::size_t counted = static_cast<std::size_t>(of.bytes_.current) + of.promised_;
+      if (counted + bytes > limit) {
+        throw out_of_memory(
+            fmt::format("cannot allocate {} on DEVICE {}: {} are allocated and the process's limit "
+                        "is {}",
+                        format_bytes(bytes), of.device_.value, format_bytes(counted),
+                        format_bytes(limit)),
+            "raise the memory fraction");
+      }
+      of.promised_ += bytes;
+    }
+    promise(const promise&) = delete;
+    promise& operator=(const promise&) = delete;
+    ~promise() {
+      const std::lock_guard lock(of_.guard_);
+      of_.promised_ -= bytes_;
+    }
+
+   private:
+    table_backend& of_;
+    std::size_t bytes_;
+  };
   using table = std::map<address, allocation>;
 
   table::const_iterator live(address at, const char* doing) const {
@@ -115,6 +142,7 @@ class table_backend : public other_backend {
   mutable std::mutex guard_;
   table live_;
   statistic count_, bytes_, requested_;
+  std::size_t promised_ = 0;
 };
 
 class async_backend final : public table_backend {
@@ -132,7 +160,8 @@ class async_backend final : public table_backend {
       log_failure("giving back an allocation", [&] { on_->free_async(at, one.stream); });
     }
   }
-  void* allocate(std::size_t bytes, native_stream stream) override {
+  void* allocate(std::size_t bytes, native_stream stream, std::size_t limit) override {
+    const promise counted(*this, bytes, limit);
     const address at = on_->allocate_async(device_, bytes, stream);
     return add(at, {.bytes = bytes, .requested = bytes, .stream = stream});
   }
@@ -167,8 +196,9 @@ class uncached_backend final : public table_backend {
         access_(region_access(*on_, device, options.peers, true)),
         granule_(on_->granularity(memory_location::on(device))) {}
 
-  void* allocate(std::size_t bytes, native_stream stream) override {
+  void* allocate(std::size_t bytes, native_stream stream, std::size_t limit) override {
     const std::size_t size = evmm::round_up(bytes, granule_);
+    const promise counted(*this, size, limit);
     const physical_memory memory(
         *on_, {.bytes = size, .where = memory_location::on(device_), .share = share_});
     auto mapped = std::make_unique<scratch_mapping>(*on_, memory, access_);

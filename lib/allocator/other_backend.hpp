@@ -13,7 +13,8 @@ namespace [[gnu::visibility("default")]] evmm {
 class other_backend {
  public:
   virtual ~other_backend() = default;
-  virtual void* allocate(std::size_t bytes, native_stream stream) = 0;
+  /// Throws out_of_memory when more than `limit` bytes would be live.
+  virtual void* allocate(std::size_t bytes, native_stream stream, std::size_t limit) = 0;
   virtual void free(void* at) = 0;
   virtual void record_stream(void* at, native_stream stream) = 0;
   virtual bool owns(const void* at) const noexcept = 0;

@@ -27,10 +27,10 @@ fragmentation look(caching_allocator::state& of, const arena& from) {
   for (arena* one : of.all_arenas) {
     const std::lock_guard held(one->guard());
     const std::size_t releasable = of.supply.releasable(*one);
-    std::size_t free = 0;
-    one->free_blocks().for_each(0, [&](const block* b) { free += b->bytes; });
+    const std::size_t free = one->free_bytes();
     if (one == &from) {
-      if (const block* largest = one->free_blocks().largest()) found.largest = largest->bytes;
+      one->for_each_free(
+          0, [&](const block* b) { found.largest = std::max(found.largest, b->bytes); });
       found.scattered = free;
       found.pinned = free - std::min(free, releasable);
     } else if (&one->pool() != &from.pool()) {

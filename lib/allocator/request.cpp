@@ -53,11 +53,12 @@ bool caching_allocator::state::expandable(const arena& from) const {
 /// More memory for `from`; its lock is held on success.
 block* caching_allocator::state::extend(arena& from, std::size_t size, const supply_terms& terms,
                                         std::unique_lock<spin_lock>& held) {
+  if (expandable(from)) {
+    return supply.expand(from, size, reservation_for(from, terms.where), all_arenas, terms, held);
+  }
   held = std::unique_lock(from.guard());
   block* found = nullptr;
-  if (expandable(from)) {
-    found = supply.expand(from, size, reservation_for(from, terms.where), all_arenas, terms);
-  } else if (supply.add_segment(from, rules.segment_bytes(size), terms)) {
+  if (supply.add_segment(from, rules.segment_bytes(size), terms)) {
     found = from.take_free(size, from.pool().options.no_split);
   }
   if (found == nullptr) held.unlock();
@@ -92,13 +93,10 @@ void caching_allocator::state::collect_garbage() {
     std::size_t excess = held_bytes - keep;
     for (arena* one : all_arenas) {
       if (excess == 0) break;
-      {
-        const std::lock_guard held(one->guard());
-        if (supply.releasable(*one) == 0) continue;
-      }
       if (capturing(one->stream())) continue;
-      const auto held = lock_quiet(*one);
-      excess -= std::min(excess, supply.give_back(*one, excess, now - age / 2));
+      const std::lock_guard held(one->guard());
+      if (supply.releasable(*one) == 0 || !on->idle(one->stream())) continue;
+      excess -= std::min(excess, supply.give_back(*one, excess, now - age / 2, false));
     }
     if (age == 1) break;
   }
@@ -146,26 +144,35 @@ std::size_t caching_allocator::state::give_back(std::size_t wanted, const pool_r
       if (capturing(one->stream())) continue;
       if (idle_only && !on->idle(one->stream())) continue;
       const auto held = lock_quiet(*one);
-      given += supply.give_back(*one, wanted - given, k_all);
+      given += supply.give_back(*one, wanted - given, k_all, true);
     }
   }
   return given;
 }
 
-bool caching_allocator::state::wait_for_event(arena& of) {
+arena* caching_allocator::state::wait_for_event(arena& first) {
+  arena* chosen = nullptr;
   native_event oldest = nullptr;
-  {
-    const std::lock_guard held(of.guard());
-    if (!of.deferred) return false;
-    oldest = of.deferred->oldest();
+  std::uint64_t order = 0;
+  const auto consider = [&](arena& one) {
+    const std::lock_guard held(one.guard());
+    const event_pool::lease* const its = one.deferred ? one.deferred->oldest() : nullptr;
+    if (its == nullptr || (chosen != nullptr && its->order() > order)) return;
+    chosen = &one;
+    oldest = its->get();
+    order = its->order();
+  };
+  consider(first);
+  if (chosen == nullptr) {
+    for (arena* one : all_arenas) consider(*one);
   }
-  if (oldest == nullptr) return false;
+  if (chosen == nullptr) return nullptr;
   // Somebody else may complete the block meanwhile and use the event again: then this waits for
   // longer than it must, no more.
   on->synchronize(oldest);
-  const std::lock_guard held(of.guard());
-  poll(of);
-  return true;
+  const std::lock_guard held(chosen->guard());
+  poll(*chosen);
+  return chosen;
 }
 
 caching_allocator::state::taken caching_allocator::state::request(
@@ -199,9 +206,10 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
   const auto try_free = [&]() -> block* {
     held = std::unique_lock(from.guard());
     poll(from);
-    if (block* const found = from.take_free(size, whole)) return found;
-    held.unlock();
-    return nullptr;
+    block* found = from.take_free(size, whole);
+    if (found == nullptr && expandable(from)) found = supply.claim(from, size);
+    if (found == nullptr) held.unlock();
+    return found;
   };
   // 1. Another thread may have freed, or events may be over.
   if (block* const found = try_free()) return {&from, found};
@@ -249,14 +257,9 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
     if (const taken found = take_from_pools(from, size, held); found.what != nullptr) return found;
     if (in_capture) continue;
     // 6. Blocks that wait for other streams, one event at a time.
-    for (const bool own : {true, false}) {
-      for (arena* one : all_arenas) {
-        if ((one == &from) != own) continue;
-        while (wait_for_event(*one)) {
-          if (block* const found = own ? try_free() : extend(from, size, terms, held)) {
-            return {&from, found};
-          }
-        }
+    while (arena* const one = wait_for_event(from)) {
+      if (block* const found = one == &from ? try_free() : extend(from, size, terms, held)) {
+        return {&from, found};
       }
     }
     // 7. Memory of other streams, behind their work; then whatever is cached anywhere.
@@ -299,7 +302,7 @@ void caching_allocator::state::tell(const oom_report& report) {
 
 void* caching_allocator::state::allocate_elsewhere(std::size_t bytes, native_stream stream) {
   try {
-    return other->allocate(bytes, stream);
+    return other->allocate(bytes, stream, limit());
   } catch (const out_of_memory&) {
     {
       const std::lock_guard lock(slow);

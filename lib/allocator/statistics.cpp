@@ -22,7 +22,7 @@ void count_inactive_splits(const std::vector<arena*>& arenas, allocator_statisti
     const std::lock_guard held(one->guard());
     one->merge_recent();
     const bool small = one->kind() == size_class::small;
-    one->free_blocks().for_each(0, [&](const block* free) {
+    one->for_each_free(0, [&](const block* free) {
       if (free->in->expandable() || (free->before == nullptr && free->after == nullptr)) return;
       const auto bytes = static_cast<std::int64_t>(free->bytes);
       into.inactive_split.all.add(1);
@@ -141,10 +141,10 @@ cache_information caching_allocator::cache_info() const {
   for (arena* one : s.all_arenas) {
     const std::lock_guard held(one->guard());
     one->merge_recent();
-    one->free_blocks().for_each(0, [&](const block* b) { found.cached_bytes += b->bytes; });
-    if (const block* largest = one->free_blocks().largest()) {
-      found.largest_block = std::max(found.largest_block, largest->bytes);
-    }
+    one->for_each_free(0, [&](const block* b) {
+      found.cached_bytes += b->bytes;
+      found.largest_block = std::max(found.largest_block, b->bytes);
+    });
   }
   return found;
 }
@@ -317,7 +317,7 @@ allocator_snapshot caching_allocator::snapshot(std::optional<pool_id> pool, bool
         run->blocks.push_back(
             {.at = b->at,
              .bytes = b->bytes,
-             .requested_bytes = b->requested,
+             .requested_bytes = active ? b->requested : 0,
              .state = live     ? block_state::active_allocated
                       : active ? block_state::active_pending_free
                                : block_state::inactive,
@@ -384,7 +384,7 @@ void caching_allocator::check_invariants() const {
   };
   for (arena* one : s.all_arenas) {
     const std::lock_guard held(one->guard());
-    std::size_t free = 0, recent = 0, live = 0;
+    std::size_t free_bytes = 0, runs = 0, recent = 0, live = 0;
     std::int64_t live_bytes = 0;
     for (const segment_record* segment : one->segments) {
       address next = segment->base;
@@ -405,7 +405,15 @@ void caching_allocator::check_invariants() const {
                     "a block without memory, or memory without a block");
           }
         }
-        free += b->use == block_use::free;
+        if (b->use == block_use::free) free_bytes += b->bytes;
+        if (b->vacant() && (last == nullptr || !last->vacant())) {
+          ++runs;
+          std::size_t run_bytes = 0;
+          for (const block* part = b; part != nullptr && part->vacant(); part = part->after) {
+            run_bytes += part->bytes;
+          }
+          require(run_bytes == b->run_bytes, "a run of free addresses has another size");
+        }
         recent += b->use == block_use::recent;
         if (b->live()) {
           ++live;
@@ -415,7 +423,8 @@ void caching_allocator::check_invariants() const {
       }
       require(next == segment->base + segment->bytes, "blocks do not cover their segment");
     }
-    require(free == one->free_blocks().count(), "the index of free blocks has another count");
+    require(free_bytes == one->free_bytes(), "free blocks have other bytes");
+    require(runs == one->runs().count(), "the index of runs has another count");
     require(recent == one->recent_count(), "the lists of recent blocks have another count");
     require(static_cast<std::int64_t>(live) == one->allocated_count() &&
                 live_bytes == one->allocated_bytes(),

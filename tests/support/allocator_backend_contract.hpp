@@ -42,6 +42,21 @@ TEST_P(allocator_backend_contract, blocks_hold_their_bytes_until_they_are_freed)
   }
 }
 
+TEST_P(allocator_backend_contract, the_memory_fraction_limits_what_is_allocated) {
+  for (const char* const backend : k_both) {
+    make(backend);
+    allow(8_MiB);
+    void* const block = allocator->allocate(6_MiB);
+    const std::string said = refusal([&] { (void)allocator->allocate(4_MiB); });
+    EXPECT_TRUE(says(said, "4.0 MiB") && says(said, "memory fraction")) << backend << ": " << said;
+    EXPECT_EQ(allocator->statistics().num_ooms, 1);
+    allocator->free(block);
+    free({allocator->allocate(8_MiB)});
+    allocator->set_memory_fraction(1);
+    free({allocator->allocate(16_MiB)});
+  }
+}
+
 TEST_P(allocator_backend_contract, sizes_and_pointers_are_checked_alike) {
   for (const char* const backend : k_both) {
     make(backend);

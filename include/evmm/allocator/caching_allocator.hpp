@@ -171,7 +171,7 @@ class caching_allocator {
   cache_information cache_info() const;
   memory_report report() const;
   /// [0, 1] of the device's memory; lower than what is held is allowed. Limits what the native
-  /// backend holds; the others have no limit of their own.
+  /// backend holds, and what is allocated from the others.
   void set_memory_fraction(double fraction);
   double memory_fraction() const;
   /// The options now, with run-time changes.
