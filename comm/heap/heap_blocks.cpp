@@ -46,6 +46,7 @@ void heap_blocks::insert_free(std::size_t from, std::size_t to) {
     heap_block& made = blocks_.try_emplace(from).first->second;
     made.at = from;
     made.bytes = end - from;
+    made.run_bytes = made.bytes;
     made.use = block_use::free;
     free_[here].insert(&made);
     free_bytes_ += made.bytes;
@@ -71,19 +72,13 @@ std::optional<std::size_t> heap_blocks::find(pool_id pool, tier kind, std::size_
                                              std::size_t alignment) const {
   const free_index* const index = index_of(pool, kind);
   if (index == nullptr) return std::nullopt;
-  const block* best = nullptr;
-  if (alignment <= granule) {
-    best = index->best_fit(bytes);
-  } else {
-    index->for_each(bytes, [&](const block* free) {
-      if (round_up(free->at, alignment) + bytes > free->at + free->bytes) return;
-      if (best == nullptr || std::pair(free->bytes, free->at) < std::pair(best->bytes, best->at)) {
-        best = free;
-      }
-    });
-  }
-  if (best == nullptr) return std::nullopt;
-  return round_up(best->at, alignment);
+  std::optional<std::size_t> best;
+  index->visit_until(bytes, [&](const block* free) {
+    const std::size_t at = round_up(free->at, alignment);
+    if (at + bytes <= free->at + free->bytes) best = at;
+    return best.has_value();
+  });
+  return best;
 }
 
 std::optional<std::size_t> heap_blocks::find_spanning(pool_id pool, std::size_t bytes,
@@ -178,25 +173,17 @@ bool heap_blocks::any_live(std::size_t from, std::size_t to) const {
   return any;
 }
 
-std::size_t heap_blocks::largest_free() const noexcept {
-  std::size_t largest = 0;
-  for (const auto& [where, index] : free_) {
-    if (!index.empty()) largest = std::max(largest, index.largest()->bytes);
+heap_blocks::free_space heap_blocks::free_in(std::optional<pool_id> pool,
+                                             std::optional<tier> kind) const noexcept {
+  free_space all;
+  for (const auto& [offset, held] : blocks_) {
+    if (held.live()) continue;
+    const heap_segment& in = segments_[segment_at(offset)];
+    if ((pool && in.pool != *pool) || (kind && in.kind != *kind)) continue;
+    all.bytes += held.bytes;
+    all.largest = std::max(all.largest, held.bytes);
   }
-  return largest;
-}
-
-std::size_t heap_blocks::free_bytes(pool_id pool, tier kind) const noexcept {
-  std::size_t bytes = 0;
-  if (const free_index* const index = index_of(pool, kind)) {
-    index->for_each(0, [&](const block* free) { bytes += free->bytes; });
-  }
-  return bytes;
-}
-
-std::size_t heap_blocks::largest_free(pool_id pool, tier kind) const noexcept {
-  const free_index* const index = index_of(pool, kind);
-  return index == nullptr || index->empty() ? 0 : index->largest()->bytes;
+  return all;
 }
 
 void heap_blocks::check() const {

@@ -83,9 +83,12 @@ class heap_blocks {
   }
   bool any_live(std::size_t from, std::size_t to) const;
   std::size_t free_bytes() const noexcept { return free_bytes_; }
-  std::size_t largest_free() const noexcept;
-  std::size_t free_bytes(pool_id pool, tier kind) const noexcept;
-  std::size_t largest_free(pool_id pool, tier kind) const noexcept;
+  struct free_space {
+    std::size_t bytes = 0;
+    std::size_t largest = 0;  ///< block
+  };
+  /// What is free in a pool or in all, in a tier or in both. Goes through all blocks.
+  free_space free_in(std::optional<pool_id> pool, std::optional<tier> kind) const noexcept;
   /// Throws std::logic_error when the books contradict themselves.
   void check() const;
 

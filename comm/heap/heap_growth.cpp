@@ -222,11 +222,11 @@ void symmetric_heap::state::fail(std::size_t bytes, const symmetric_request& req
   for (const tier kind : order_of(request.tiers)) {
     const std::size_t rank = tightest(ranks_now, kind);
     const std::size_t room = ranks_now[rank].room[index_of(kind)];
+    const auto free = blocks.free_in(request.pool, kind);
     text +=
         fmt::format("; {}: the heap has {}, {} of it free in the pool in blocks of at most {}, ",
-                    to_string(kind), format_bytes(segment_bytes(kind)),
-                    format_bytes(blocks.free_bytes(request.pool, kind)),
-                    format_bytes(blocks.largest_free(request.pool, kind)));
+                    to_string(kind), format_bytes(segment_bytes(kind)), format_bytes(free.bytes),
+                    format_bytes(free.largest));
     if (kind == tier::host && room > region.reserved()) {
       text += "more was refused or does not fit";
     } else {

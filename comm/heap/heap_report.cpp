@@ -20,7 +20,7 @@ heap_report symmetric_heap::report() {
       .allocated_bytes = static_cast<std::size_t>(s.account.allocated_bytes(size_class::small) +
                                                   s.account.allocated_bytes(size_class::large)),
       .free_bytes = s.blocks.free_bytes(),
-      .largest_free_block = s.blocks.largest_free(),
+      .largest_free_block = s.blocks.free_in({}, {}).largest,
       .reserved_bytes = s.region.reserved(),
       .segments = s.blocks.segments().size(),
       .ranks = s.region.ranks().all_gather_value(
