@@ -17,7 +17,7 @@
 #include <string_view>
 #include <vector>
 
-namespace evmm {
+namespace [[gnu::visibility("default")]] evmm {
 
 /// What the ranks of a node handed out in one exchange: by node rank, in the sender's order.
 using handed_out = std::vector<std::vector<memory_ptr>>;

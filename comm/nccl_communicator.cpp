@@ -56,12 +56,6 @@ std::size_t round_up(std::size_t bytes, std::size_t unit) {
 
 }  // namespace
 
-device_scope::~device_scope() {
-  // A thread without a device keeps this one: there is no way back that makes no context.
-  if (!before_) return;
-  log_failure("putting the thread's device back", [&] { on_.set_current_device(*before_); });
-}
-
 nccl_communicator::state::state(std::shared_ptr<bootstrap> ranks_given,
                                 std::shared_ptr<driver> driver_given)
     : ranks(std::move(ranks_given)), on(std::move(driver_given)), api(load_nccl().api) {

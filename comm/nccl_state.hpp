@@ -2,6 +2,7 @@
 #pragma once
 
 #include "comm/nccl_library.hpp"
+#include "lib/memory/device_scope.hpp"
 
 #include <evmm/comm/nccl_communicator.hpp>
 
@@ -87,21 +88,6 @@ struct nccl_communicator::state {
 
  private:
   void find_window_bytes(std::size_t wanted);
-};
-
-/// Makes a device current for a scope.
-class device_scope {
- public:
-  device_scope(driver& on, device_id device) : on_(on), before_(on.current_device()) {
-    on_.set_current_device(device);
-  }
-  device_scope(const device_scope&) = delete;
-  device_scope& operator=(const device_scope&) = delete;
-  ~device_scope();
-
- private:
-  driver& on_;
-  std::optional<device_id> before_;
 };
 
 }  // namespace evmm

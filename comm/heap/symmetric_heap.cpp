@@ -112,7 +112,7 @@ void symmetric_heap::state::note(trace_action action, std::size_t offset, std::s
 
 std::size_t symmetric_heap::state::allocate(std::size_t bytes, native_stream stream,
                                             const symmetric_request& request) {
-  check_open();
+  const auto here = enter();
   check_pool(request.pool);
   if (!std::has_single_bit(request.alignment) || request.alignment > region.granularity()) {
     throw invalid_argument(
@@ -164,6 +164,7 @@ heap_block& symmetric_heap::state::live(std::size_t offset, const char* doing) {
 }
 
 void symmetric_heap::state::free(std::size_t offset) {
+  const auto here = enter();
   heap_block& block = live(offset, "free");
   calls.begin({.call = heap_call::free, .first = offset});
   {
@@ -248,6 +249,7 @@ symmetric_heap::~symmetric_heap() {
 void symmetric_heap::close(const uses& in_use) {
   state& s = *state_;
   if (s.closed) return;
+  const auto here = s.enter();
   const auto all = s.uses_of(0, s.blocks.size(), in_use);
   s.region.close(all.all());
   s.closed = true;
@@ -283,7 +285,7 @@ pool_id symmetric_heap::create_pool(const symmetric_pool_options& options) {
 
 void symmetric_heap::release_pool(pool_id pool) {
   state& s = *state_;
-  s.check_open();
+  const auto here = s.enter();
   s.check_pool(pool);
   if (pool == pool_id{}) throw invalid_argument("the default pool of a heap cannot be released");
   s.settle_captured();
@@ -324,7 +326,7 @@ void symmetric_heap::request_growth(tier kind, std::size_t bytes) {
 
 std::size_t symmetric_heap::trim(std::size_t keep_free, const uses& in_use) {
   state& s = *state_;
-  s.check_open();
+  const auto here = s.enter();
   s.settle_captured();
   s.calls.begin({.call = heap_call::trim, .first = keep_free});
   s.meet("symmetric_heap: trim");
@@ -336,7 +338,7 @@ std::size_t symmetric_heap::trim(std::size_t keep_free, const uses& in_use) {
 std::size_t symmetric_heap::migrate(std::size_t offset, std::size_t bytes, tier kind,
                                     const uses& in_use) {
   state& s = *state_;
-  s.check_open();
+  const auto here = s.enter();
   if (bytes > s.blocks.size() || offset > s.blocks.size() - bytes) {
     throw invalid_argument(fmt::format("cannot migrate {} bytes at offset {}: the heap has {}",
                                        bytes, offset, s.blocks.size()));
@@ -353,7 +355,7 @@ std::size_t symmetric_heap::migrate(std::size_t offset, std::size_t bytes, tier 
 
 std::size_t symmetric_heap::migrate(pool_id pool, tier kind, const uses& in_use) {
   state& s = *state_;
-  s.check_open();
+  const auto here = s.enter();
   s.check_pool(pool);
   s.calls.begin({.call = heap_call::migrate_pool,
                  .tiers = static_cast<std::uint8_t>(kind),
@@ -369,7 +371,7 @@ std::size_t symmetric_heap::migrate(pool_id pool, tier kind, const uses& in_use)
 
 std::size_t symmetric_heap::compact(const uses& in_use) {
   state& s = *state_;
-  s.check_open();
+  const auto here = s.enter();
   s.calls.begin({.call = heap_call::compact});
   s.meet("symmetric_heap: compact");
   const std::size_t left = s.compact(in_use);

@@ -6,6 +6,7 @@
 #include "comm/heap/heap_uses.hpp"
 #include "lib/allocator/history.hpp"
 #include "lib/allocator/ledger.hpp"
+#include "lib/memory/device_scope.hpp"
 
 #include <evmm/comm/symmetric_heap.hpp>
 
@@ -58,6 +59,12 @@ struct symmetric_heap::state {
 
   // --- in common ------------------------------------------------------------------------------
 
+  /// Throws invalid_argument after close(). While it lives, the default stream is that of this
+  /// rank's device.
+  [[nodiscard]] device_scope enter() const {
+    check_open();
+    return {region.on(), region.device()};
+  }
   void check_open() const;
   void check_pool(pool_id pool) const;
   /// Frees what was freed under a capture that has ended.

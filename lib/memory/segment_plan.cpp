@@ -35,10 +35,11 @@ std::size_t next_segment_bytes(const segment_limits& limits, std::size_t size, s
         "raise `reserve`; reserving addresses costs no memory");
   }
   if (segments >= limits.max_segments) {
-    throw invalid_argument(fmt::format("cannot grow by {}: the region has its {} segments",
-                                       format_bytes(bytes), limits.max_segments),
-                           "raise `max_segments`, grow in fewer, larger steps, shrink first, or merge "
-                           "segments (compact)");
+    throw invalid_argument(
+        fmt::format("cannot grow by {}: the region has its {} segments", format_bytes(bytes),
+                    limits.max_segments),
+        "raise `max_segments`, grow in fewer, larger steps, shrink first, or merge "
+        "segments (compact)");
   }
   // Reaching the reservation from s bytes in k steps of half the size needs s * 1.5^k >= reserved.
   const auto slots_left = static_cast<double>(limits.max_segments - segments - 1);

@@ -1,41 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lib/support/environment.hpp"
-#include "tests/mpi/mpi_main.hpp"
+#include "tests/mpi/rank_cases.hpp"
 #include "tests/support/ep_cases.hpp"
-
-#include <evmm/driver.hpp>
-
-#include <gtest/gtest.h>
-
-#include <string>
 
 namespace evmm::test {
 namespace {
 
-class ep_processes : public ::testing::TestWithParam<symmetric_case> {};
-
-rank_context here() {
-  const auto on = default_driver();
-  return {.ranks = world(), .on = on, .device = {world()->node_rank() % on->device_count()}};
-}
-
-bool missing_gpu(std::string& why_not) {
-  return environment("EVMM_DRIVER") == "cuda" && !cuda_available(&why_not);
-}
+using ep_processes = rank_processes;
 
 TEST_P(ep_processes, holds) {
-  std::string why_not;
-  if (missing_gpu(why_not)) GTEST_SKIP() << why_not;
-  GetParam().run(here());
+  GetParam().run(this_rank());
 }
-INSTANTIATE_TEST_SUITE_P(all, ep_processes, ::testing::ValuesIn(ep_cases()),
-                         [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(all, ep_processes, ::testing::ValuesIn(ep_cases()), case_name);
 
-TEST(ep_processes_random, many_exchanges_are_exact) {
-  std::string why_not;
-  if (missing_gpu(why_not)) GTEST_SKIP() << why_not;
-  run_random_exchanges(here(), 100, 11);
-}
+const symmetric_case k_many_exchanges{
+    "many_exchanges_are_exact", [](const rank_context& at) { run_random_exchanges(at, 100, 11); }};
+INSTANTIATE_TEST_SUITE_P(random, ep_processes, ::testing::Values(k_many_exchanges), case_name);
 
 }  // namespace
 }  // namespace evmm::test

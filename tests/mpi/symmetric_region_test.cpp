@@ -1,30 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lib/support/environment.hpp"
-#include "tests/mpi/mpi_main.hpp"
-#include "tests/support/symmetric_cases.hpp"
-
-#include <evmm/driver.hpp>
-
-#include <gtest/gtest.h>
-
-#include <string>
+#include "tests/mpi/rank_cases.hpp"
 
 namespace evmm::test {
 namespace {
 
-class symmetric_processes : public ::testing::TestWithParam<symmetric_case> {};
+using symmetric_processes = rank_processes;
 
 TEST_P(symmetric_processes, holds) {
-  std::string why_not;
-  if (environment("EVMM_DRIVER") == "cuda" && !cuda_available(&why_not)) {
-    GTEST_SKIP() << why_not;
-  }
-  const auto on = default_driver();
-  GetParam().run(
-      {.ranks = world(), .on = on, .device = {world()->node_rank() % on->device_count()}});
+  GetParam().run(this_rank());
 }
 INSTANTIATE_TEST_SUITE_P(all, symmetric_processes, ::testing::ValuesIn(symmetric_cases()),
-                         [](const auto& info) { return info.param.name; });
+                         case_name);
 
 }  // namespace
 }  // namespace evmm::test
