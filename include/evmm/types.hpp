@@ -28,7 +28,8 @@ using rank_id = strong_id<struct rank_id_tag>;
 
 /// A virtual address; 0 is no address.
 using address = std::uintptr_t;
-/// A CUDA stream, or a stream of the host driver. Null is the legacy default stream.
+/// A CUDA stream, or a stream of the host driver. Null is the legacy default stream: of the
+/// calling thread's device for a driver, of its own device for an allocator or a heap.
 using native_stream = ::CUstream_st*;
 /// A CUDA event, or an event of the host driver.
 using native_event = ::CUevent_st*;

@@ -11,6 +11,7 @@
 #include "lib/allocator/page_map.hpp"
 #include "lib/allocator/pool_record.hpp"
 #include "lib/allocator/size_rules.hpp"
+#include "lib/memory/device_scope.hpp"
 #include "lib/support/fork_guard.hpp"
 
 #include <evmm/allocator/caching_allocator.hpp>

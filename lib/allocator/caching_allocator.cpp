@@ -85,6 +85,7 @@ caching_allocator::state::~state() {
   for (arena* one : all_arenas) {
     live += static_cast<std::size_t>(one->allocated_count());
     log_failure("waiting for a stream before its memory goes", [&] {
+      const device_scope here(*on, device);
       if (!one->empty() && !capturing(one->stream())) on->synchronize(one->stream());
     });
   }
@@ -271,6 +272,7 @@ void caching_allocator::state::poll(arena& from) {
 
 void caching_allocator::state::defer(arena& owner, block& freed,
                                      std::unique_lock<spin_lock>& held) {
+  const device_scope here(*on, device);
   const allocator_options& now = options.now();
   if (!owner.deferred) owner.deferred = std::make_unique<deferred_frees>();
   const auto in_capture = [&] {
@@ -399,6 +401,7 @@ allocation_place caching_allocator::base_allocation(const void* at) const {
 
 void caching_allocator::copy(void* to, const void* from, std::size_t bytes, native_stream stream) {
   if (bytes == 0) return;
+  const device_scope here(*state_->on, state_->device);
   state_->on->copy(as_address(to), as_address(from), bytes, stream);
 }
 

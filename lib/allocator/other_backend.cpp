@@ -3,6 +3,7 @@
 
 #include "lib/allocator/event_pool.hpp"
 #include "lib/memory/copier.hpp"
+#include "lib/memory/device_scope.hpp"
 #include "lib/memory/region_rules.hpp"
 #include "lib/memory/segment_plan.hpp"
 #include "lib/support/format.hpp"
@@ -162,12 +163,14 @@ class async_backend final : public table_backend {
   }
   void* allocate(std::size_t bytes, native_stream stream, std::size_t limit) override {
     const promise counted(*this, bytes, limit);
+    const device_scope here(*on_, device_);
     const address at = on_->allocate_async(device_, bytes, stream);
     return add(at, {.bytes = bytes, .requested = bytes, .stream = stream});
   }
   void free(void* pointer) override {
     const auto at = reinterpret_cast<address>(pointer);
     const allocation gone = take(at);
+    const device_scope here(*on_, device_);
     for (native_stream stream : gone.other_streams) {
       const auto used = events_.record(stream);
       on_->wait(gone.stream, used.get());
@@ -211,6 +214,7 @@ class uncached_backend final : public table_backend {
   }
   void free(void* pointer) override {
     const allocation gone = take(reinterpret_cast<address>(pointer));
+    const device_scope here(*on_, device_);
     on_->synchronize(gone.stream);
     for (native_stream stream : gone.other_streams) on_->synchronize(stream);
   }

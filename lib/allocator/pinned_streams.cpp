@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lib/allocator/pinned_state.hpp"
+#include "lib/memory/device_scope.hpp"
 #include "lib/support/log.hpp"
 
 #include <chrono>
@@ -20,6 +21,7 @@ constexpr auto k_pause = std::chrono::microseconds(100);  ///< of the background
 /// An event behind what is enqueued on the stream; null while the stream is being captured, when
 /// an event would become a part of the capture.
 native_event pinned_host_allocator::state::record_event(const stream_use& stream) {
+  const device_scope here(*on_, stream.first);  // whose default stream is meant
   if (on_->capture(stream.second).status != capture_status::none) return nullptr;
   native_event event = nullptr;
   {

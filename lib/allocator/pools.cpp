@@ -86,6 +86,7 @@ void caching_allocator::state::drop_if_unused(pool_record& gone) {
       if (one.to == gone.id) return;
     }
   }
+  const device_scope here(*on, device);
   for (arena* one : gone.arenas) {
     if (!one->empty() && !capturing(one->stream())) on->synchronize(one->stream());
   }

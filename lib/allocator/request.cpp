@@ -178,6 +178,7 @@ arena* caching_allocator::state::wait_for_event(arena& first) {
 caching_allocator::state::taken caching_allocator::state::request(
     arena& from, std::size_t size, std::size_t bytes, std::unique_lock<spin_lock>& held) {
   process.check();
+  const device_scope here(*on, device);  // whose default stream is meant
   // What is live, for the rule of when to make memory; with no lock held.
   const auto before = static_cast<std::size_t>(books.peak_active_bytes());
   const std::size_t next = static_cast<std::size_t>(books.active_bytes()) + size;

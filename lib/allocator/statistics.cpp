@@ -181,6 +181,7 @@ std::string memory_report::text() const {
 
 std::size_t caching_allocator::empty_cache(std::optional<pool_id> pool) {
   state& s = *state_;
+  const device_scope here(*s.on, s.device);
   if (s.other) return s.other->empty_cache();
   const std::lock_guard lock(s.slow);
   const pool_record* const only = pool ? &s.pool(*pool) : nullptr;

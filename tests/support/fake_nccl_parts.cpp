@@ -38,8 +38,9 @@ std::string meeting::found() {
 
 meeting::meeting(std::string path, int rank, int size)
     : path_(std::move(path)), rank_(rank), size_(size) {
-  const int fd = ::open(path_.c_str(), O_RDWR | O_CLOEXEC);
-  if (fd < 0 || size > static_cast<int>(k_ranks))
+  // A rank that failed at once may have removed the file already: then this one waits in vain.
+  const int fd = ::open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+  if (fd < 0 || ::ftruncate(fd, sizeof(area)) != 0 || size > static_cast<int>(k_ranks))
     throw std::runtime_error("cannot meet in " + path_);
   void* const at = ::mmap(nullptr, sizeof(area), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   ::close(fd);
