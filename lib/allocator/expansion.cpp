@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a memory_supply puts memory behind addresses that expand.
-#include "lib/allocator/memory_supply.hpp"
+// How a memory_supply puts memory behind addresses that expand: planned with arenas locked, carried
+// out with none.
+#include "lib/allocator/supply_search.hpp"
 #include "lib/memory/segment_plan.hpp"
 #include "lib/support/format.hpp"
 
@@ -10,7 +11,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <limits>
 #include <utility>
 
 namespace evmm {
@@ -18,40 +18,12 @@ namespace evmm {
 namespace {
 /// Mappings of one handle. More only cost page tables; fewer mean more calls to map again.
 constexpr std::size_t most_spans = 8;
-/// What it costs to wait for the work that still uses a mapping: more than any new memory.
-constexpr std::size_t stall_cost = std::size_t{1} << 44;
 /// How much smaller handles are made for each move that a handle has taken on average. With less,
 /// traces of random sizes hold too much; with more, steady ones make too many handles.
 constexpr double move_weight = 3;
 /// Beyond what was live, the part of the usual size that is made.
 constexpr std::size_t piece_share = 8;
 }  // namespace
-
-/// One request for memory: which arenas are locked, which handles are free, where it goes.
-struct memory_supply::search {
-  arena& needy;
-  std::size_t bytes;
-  bool may_wait;
-  std::vector<std::unique_lock<spin_lock>> locks = {};
-  std::vector<std::pair<arena*, giving>> asked = {};
-  std::vector<handle_record*> takable = {};  ///< best to take first
-  expandable_range* range = nullptr;
-  address at = 0;
-  block* run = nullptr;  ///< where that lies
-
-  ~search() {
-    for (handle_record* handle : takable) handle->giver = nullptr;
-  }
-  /// The two arenas of a stream share a lock.
-  bool has_locked(const spin_lock& guard) const noexcept {
-    return &guard == &needy.guard() ||
-           std::any_of(locks.begin(), locks.end(),
-                       [&](const auto& held) { return held.mutex() == &guard; });
-  }
-  bool wants(const span_record& span) const noexcept {
-    return &span.in == range && span.at() < at + bytes && span.end() > at;
-  }
-};
 
 /// What is to be done for a request with no arena locked. Memory that takes part is `kept`
 /// meanwhile, and free again where it was unless it was put to use.
@@ -95,162 +67,6 @@ struct memory_supply::plan {
   }
 };
 
-// --- finding memory ----------------------------------------------------------------------------
-
-/// Whether `giver` may give memory that is free; it is locked then until the search ends.
-memory_supply::giving memory_supply::ask(search& in, arena& giver) {
-  const auto known = std::find_if(in.asked.begin(), in.asked.end(),
-                                  [&](const auto& one) { return one.first == &giver; });
-  if (known != in.asked.end()) return known->second;
-  const auto answer = [&] {
-    if (options_.now().recycle == recycling::never || !giver.pool().may_give()) {
-      return giving::nothing;
-    }
-    std::unique_lock<spin_lock> held;
-    if (!in.has_locked(giver.guard())) held = std::unique_lock(giver.guard());
-    if (giver.free_bytes() == 0 && giver.recent_count() == 0) return giving::nothing;
-    giving found = giving::at_once;
-    // Work on the same stream is ordered already, unless a graph takes it out of its order. The
-    // stream is asked with the arena locked: what is free now was used by nothing enqueued later.
-    const bool capturing = in.needy.pool().captures > 0;
-    if (giver.stream() != in.needy.stream() || capturing) {
-      if (on_->capture(giver.stream()).status != capture_status::none) return giving::nothing;
-      if (!on_->idle(giver.stream())) {
-        if (!in.may_wait || capturing) return giving::nothing;
-        found = giving::after_wait;
-      }
-    }
-    if (held) in.locks.push_back(std::move(held));
-    return found;
-  }();
-  in.asked.emplace_back(&giver, answer);
-  return answer;
-}
-
-/// Whether no live block touches the handle and its arena may give it.
-bool memory_supply::takable(search& in, handle_record& what) {
-  if (what.giver != nullptr) return true;
-  arena& giver = *what.home->in.segment.owner;
-  const auto answer = ask(in, giver);
-  if (answer == giving::nothing) return false;
-  const block* const around = giver.covering(what.home->at(), what.home->near);
-  what.home->near = around;
-  if (around->use != block_use::free || what.home->end() > around->at + around->bytes) return false;
-  in.takable.push_back(&what);
-  what.giver = &giver;
-  what.freed_at = around->freed_at;
-  what.needs_wait = answer == giving::after_wait;
-  return true;
-}
-
-/// Looks in a run of free addresses for the first place that needs no mapping.
-bool memory_supply::find_claim(search& in, block* run) {
-  expandable_range& range = *run->in->range;
-  const address end = run->at + run->run_bytes;
-  address from = run->at;
-  for (address here = range.round_down(from); here < std::min(end, range.mapped_end());) {
-    span_record* const span = range.span_at(here);
-    if (span == nullptr) {
-      here += granule_;
-      from = here;
-      continue;
-    }
-    // A handle serves one of its addresses at a time.
-    const bool doubled =
-        std::any_of(span->what.spans.begin(), span->what.spans.end(), [&](const auto& other) {
-          return &other->in == &range && other->at() >= from && other->at() < here;
-        });
-    here = span->end();
-    if (doubled || (!span->home() && !takable(in, span->what))) {
-      from = here;
-    } else if (here >= from + in.bytes && from + in.bytes <= end) {
-      in.range = &range;
-      in.at = from;
-      in.run = run;
-      return true;
-    }
-  }
-  return false;
-}
-
-/// Adds what is free to what may be taken, best to take first.
-void memory_supply::find_takable(search& in, std::span<arena* const> all, tier where) {
-  for (arena* const giver : all) {
-    if (giver->segments.empty() || !giver->pool().in_tier(where)) continue;
-    const std::size_t locked = in.locks.size();
-    const std::size_t before = in.takable.size();
-    if (ask(in, *giver) == giving::nothing) continue;
-    giver->merge_recent();
-    giver->for_each_free(granule_, [&](block* free) {
-      if (!free->in->expandable()) return;
-      expandable_range& range = *free->in->range;
-      const address end = free->at + free->bytes;
-      for (address at = range.round_up(free->at); at + granule_ <= end;) {
-        span_record* const span = range.span_at(at);
-        span->near = free;
-        if (span->what.where() == where) takable(in, span->what);
-        at = span->end();
-      }
-    });
-    // Who has nothing to give goes on meanwhile.
-    if (in.takable.size() == before && in.locks.size() > locked) in.locks.pop_back();
-  }
-  std::sort(in.takable.begin(), in.takable.end(),
-            [](const handle_record* a, const handle_record* b) {
-              if (a->needs_wait != b->needs_wait) return b->needs_wait;
-              if (a->bytes() != b->bytes()) return a->bytes() > b->bytes();
-              if (a->freed_at != b->freed_at) return a->freed_at < b->freed_at;
-              return a->home->at() > b->home->at();
-            });
-}
-
-/// The place where the least must be mapped, in the tightest run among equals.
-void memory_supply::choose_place(search& in, tier where) const {
-  std::size_t least_cost = std::numeric_limits<std::size_t>::max();
-  const auto consider = [&](expandable_range& range, address at, block* run) {
-    std::size_t cost = 0;
-    const address end = range.round_up(at + in.bytes);
-    for (address here = range.round_down(at); here < end && cost < least_cost;) {
-      span_record* const span = range.span_at(here);
-      if (span == nullptr) {
-        cost += granule_;
-        here += granule_;
-        continue;
-      }
-      if (!span->home()) {
-        const handle_record& what = span->what;
-        const bool home_inside = &what.home->in == &range && what.home->at() < end &&
-                                 what.home->end() > range.round_down(at);
-        if (what.giver == nullptr || home_inside) {
-          cost += std::min(end, span->end()) - here + (in_use(*span) ? stall_cost : 0);
-        }
-      }
-      here = span->end();
-    }
-    if (cost >= least_cost) return;
-    least_cost = cost;
-    in.range = &range;
-    in.at = at;
-    in.run = run;
-  };
-  in.needy.runs().visit_until(in.bytes, [&](block* first) {
-    if (!first->in->expandable() || !first->in->range->takes(where)) return false;
-    expandable_range& range = *first->in->range;
-    const address end = first->at + first->run_bytes;
-    for (const block* part = first; part != nullptr && part->vacant(); part = part->after) {
-      if (part->at + in.bytes <= end) consider(range, part->at, first);
-      const address part_end = part->at + part->bytes;
-      if (part_end - first->at >= in.bytes && part_end != range.end()) {
-        consider(range, part_end - in.bytes, first);
-      }
-    }
-    // Where nothing was ever mapped no work can be in the way.
-    const address fresh = std::max(range.mapped_end(), first->at);
-    if (fresh + in.bytes <= end) consider(range, fresh, first);
-    return least_cost == 0;
-  });
-}
-
 expandable_range& memory_supply::range_of(arena& needy, std::size_t bytes,
                                           std::size_t reserve_bytes, tier where) {
   if (bytes > reserve_bytes) {
@@ -270,8 +86,6 @@ expandable_range& memory_supply::range_of(arena& needy, std::size_t bytes,
   ranges_.push_back(std::move(made));
   return *ranges_.back();
 }
-
-// --- filling it ---------------------------------------------------------------------------------
 
 handle_record* memory_supply::pick(search& in, std::size_t most) const {
   for (handle_record* handle : in.takable) {
