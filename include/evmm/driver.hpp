@@ -139,8 +139,9 @@ class driver {
   /// The device that calls of the CUDA runtime mean on this thread (cudaGetDevice); nullopt while
   /// the thread has none, which they take for device 0.
   virtual std::optional<device_id> current_device() const = 0;
-  /// Makes it this thread's (cudaSetDevice), for libraries that take the device from the thread.
-  virtual void set_current_device(device_id device) = 0;
+  /// Makes it this thread's (cudaSetDevice), for libraries that take the device from the thread;
+  /// nullopt leaves the thread without one.
+  virtual void set_current_device(std::optional<device_id> device) = 0;
   /// NUMA nodes that have memory, ascending. Not each can serve create(): prove it by trying.
   virtual std::vector<numa_node> numa_nodes() const = 0;
 

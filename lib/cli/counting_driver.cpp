@@ -40,7 +40,7 @@ bool counting_driver::can_access(device_id from, device_id to) const {
 std::optional<device_id> counting_driver::current_device() const {
   return inner_->current_device();
 }
-void counting_driver::set_current_device(device_id device) {
+void counting_driver::set_current_device(std::optional<device_id> device) {
   inner_->set_current_device(device);
 }
 std::vector<numa_node> counting_driver::numa_nodes() const {

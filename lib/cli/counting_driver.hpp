@@ -28,7 +28,7 @@ class counting_driver final : public driver {
   memory_usage usage(memory_location where) const override;
   bool can_access(device_id from, device_id to) const override;
   std::optional<device_id> current_device() const override;
-  void set_current_device(device_id device) override;
+  void set_current_device(std::optional<device_id> device) override;
   std::vector<numa_node> numa_nodes() const override;
   std::size_t granularity(memory_location where) const override;
   address reserve(std::size_t bytes, std::size_t alignment, address hint) override;

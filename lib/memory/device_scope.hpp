@@ -13,19 +13,20 @@ namespace [[gnu::visibility("default")]] evmm {
 /// libraries on the CUDA runtime work on it.
 class device_scope {
  public:
-  device_scope(driver& on, device_id device) : on_(on), before_(on.current_device()) {
+  device_scope(driver& on, device_id device)
+      : on_(on), device_(device), before_(on.current_device()) {
     if (before_ != device) on_.set_current_device(device);
   }
   device_scope(const device_scope&) = delete;
   device_scope& operator=(const device_scope&) = delete;
-  /// A thread without a device keeps this one: there is no way back that makes no context.
   ~device_scope() {
-    if (!before_) return;
-    log_failure("putting the thread's device back", [&] { on_.set_current_device(*before_); });
+    if (before_ == device_) return;
+    log_failure("putting the thread's device back", [&] { on_.set_current_device(before_); });
   }
 
  private:
   driver& on_;
+  device_id device_;
   std::optional<device_id> before_;
 };
 

@@ -47,6 +47,8 @@ TEST_P(driver_memory_contract, each_thread_has_its_device) {
     EXPECT_EQ(on->current_device(), device_id{0});
     EXPECT_THROW(on->set_current_device(device_id{on->device_count()}), invalid_argument);
     EXPECT_EQ(on->current_device(), device_id{0});
+    on->set_current_device(std::nullopt);
+    EXPECT_EQ(on->current_device(), std::nullopt);
   }).join();
 }
 

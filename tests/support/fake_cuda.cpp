@@ -73,12 +73,15 @@ CUcontext context_of(int device) {
 stream_entry* entry_of(CUstream stream) {
   return reinterpret_cast<stream_entry*>(stream);
 }
+/// A context that nobody retains any more is destroyed, and stays current where it was.
 CUresult need_context() {
-  return stack.empty() ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
+  if (stack.empty()) return CUDA_ERROR_INVALID_CONTEXT;
+  const bool alive = contexts[stack.back() == context_of(0) ? 0 : 1] > 0;
+  return alive ? CUDA_SUCCESS : CUDA_ERROR_CONTEXT_IS_DESTROYED;
 }
 /// As the real one asks for launches and sets: the stream's context is current.
 CUresult need_context(CUstream stream) {
-  if (stack.empty()) return CUDA_ERROR_INVALID_CONTEXT;
+  if (const CUresult result = need_context(); result != CUDA_SUCCESS) return result;
   return stream == nullptr || entry_of(stream)->context == stack.back() ? CUDA_SUCCESS
                                                                         : CUDA_ERROR_INVALID_HANDLE;
 }
@@ -191,13 +194,13 @@ CUresult ctx_current(CUcontext* context) {
   return CUDA_SUCCESS;
 }
 CUresult ctx_device(CUdevice* device) {
-  if (need_context() != CUDA_SUCCESS) return CUDA_ERROR_INVALID_CONTEXT;
+  if (const CUresult result = need_context(); result != CUDA_SUCCESS) return result;
   *device = stack.back() == context_of(0) ? 0 : 1;
   return CUDA_SUCCESS;
 }
 CUresult ctx_set(CUcontext context) {
   if (!stack.empty()) stack.pop_back();
-  stack.push_back(context);
+  if (context != nullptr) stack.push_back(context);
   return CUDA_SUCCESS;
 }
 CUresult ctx_push(CUcontext context) {
@@ -215,7 +218,7 @@ std::size_t used(int device) {
   return bytes;
 }
 CUresult mem_info(std::size_t* free, std::size_t* total) {
-  if (need_context() != CUDA_SUCCESS) return CUDA_ERROR_INVALID_CONTEXT;
+  if (const CUresult result = need_context(); result != CUDA_SUCCESS) return result;
   *total = device_bytes();
   *free = *total - used(stack.back() == context_of(0) ? 0 : 1);
   return CUDA_SUCCESS;
@@ -306,7 +309,7 @@ CUresult mem_import(CUmemGenericAllocationHandle* handle, void* in,
   return CUDA_SUCCESS;
 }
 CUresult stream_create(CUstream* stream, unsigned) {
-  if (need_context() != CUDA_SUCCESS) return CUDA_ERROR_INVALID_CONTEXT;
+  if (const CUresult result = need_context(); result != CUDA_SUCCESS) return result;
   *stream = reinterpret_cast<CUstream>(new stream_entry{.context = stack.back()});
   return CUDA_SUCCESS;
 }
@@ -328,7 +331,7 @@ CUresult stream_capture(CUstream stream, CUstreamCaptureStatus* status, cuuint64
                         CUgraph* graph, const CUgraphNode** nodes, const CUgraphEdgeData** edges,
                         std::size_t* count) {
   *status = CU_STREAM_CAPTURE_STATUS_NONE;
-  if (need_context() != CUDA_SUCCESS) return CUDA_ERROR_INVALID_CONTEXT;
+  if (const CUresult result = need_context(); result != CUDA_SUCCESS) return result;
   if (stream == nullptr) return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
   graph_entry* const into = entry_of(stream)->capture;
   if (into == nullptr) return CUDA_SUCCESS;
@@ -354,19 +357,19 @@ CUresult node_dependencies(CUgraphNode node, CUgraphNode* before, CUgraphEdgeDat
   return CUDA_SUCCESS;
 }
 CUresult host_alloc(void** at, std::size_t bytes, unsigned flags) {
-  if (need_context() != CUDA_SUCCESS) return CUDA_ERROR_INVALID_CONTEXT;
+  if (const CUresult result = need_context(); result != CUDA_SUCCESS) return result;
   if (flags != CU_MEMHOSTALLOC_PORTABLE || bytes == 0) return CUDA_ERROR_INVALID_VALUE;
   if (bytes > device_bytes()) return CUDA_ERROR_OUT_OF_MEMORY;
   *at = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
   return CUDA_SUCCESS;
 }
 CUresult host_free(void* at) {
-  if (need_context() != CUDA_SUCCESS) return CUDA_ERROR_INVALID_CONTEXT;
+  if (const CUresult result = need_context(); result != CUDA_SUCCESS) return result;
   std::free(at);
   return CUDA_SUCCESS;
 }
 CUresult host_register(void*, std::size_t, unsigned flags) {
-  if (need_context() != CUDA_SUCCESS) return CUDA_ERROR_INVALID_CONTEXT;
+  if (const CUresult result = need_context(); result != CUDA_SUCCESS) return result;
   return flags == CU_MEMHOSTREGISTER_PORTABLE ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 CUresult host_unregister(void*) {
@@ -423,7 +426,7 @@ CUresult exchange_mode(CUstreamCaptureMode* mode) {
 }
 CUresult event_create(CUevent* event, unsigned flags) {
   if (flags != CU_EVENT_DISABLE_TIMING) return CUDA_ERROR_INVALID_VALUE;
-  if (need_context() != CUDA_SUCCESS) return CUDA_ERROR_INVALID_CONTEXT;
+  if (const CUresult result = need_context(); result != CUDA_SUCCESS) return result;
   *event = reinterpret_cast<CUevent>(new int);
   return CUDA_SUCCESS;
 }

@@ -108,6 +108,33 @@ TEST(cuda_driver, a_threads_device_is_that_of_its_context) {
       on->set_current_device(device_id{wanted});
       EXPECT_EQ(on->current_device(), device_id{wanted});
     }
+    on->set_current_device(std::nullopt);
+    EXPECT_EQ(on->current_device(), std::nullopt);
+    EXPECT_EQ(fake<int()>("fake_stack_depth")(), 0);
+  });
+}
+
+TEST(cuda_driver, leaves_no_thread_on_a_context_that_died_with_it) {
+  in_child({}, [] {
+    {
+      const auto on = make_cuda_driver();
+      on->set_current_device(device_id{1});
+    }
+    const auto next = make_cuda_driver();
+    EXPECT_EQ(next->current_device(), std::nullopt);
+    EXPECT_NO_THROW(next->synchronize(native_stream{}));
+  });
+}
+
+TEST(cuda_driver, leaves_a_thread_on_a_context_that_others_hold) {
+  in_child({}, [] {
+    const auto other = make_cuda_driver();
+    other->set_current_device(device_id{1});
+    {
+      const auto on = make_cuda_driver();
+      on->set_current_device(device_id{1});
+    }
+    EXPECT_EQ(other->current_device(), device_id{1});
   });
 }
 

@@ -34,6 +34,11 @@ primary_contexts::~primary_contexts() {
     // At the end of the process this fails harmlessly.
     if (retained_[i].load() != nullptr) api_.primary_ctx_release(devices_[i]);
   }
+  // A context that dies stays this thread's: what is called next, by anybody, would fail with it.
+  CUdevice device = 0;
+  if (api_.ctx_get_device(&device) == CUDA_ERROR_CONTEXT_IS_DESTROYED) {
+    api_.ctx_set_current(nullptr);
+  }
 }
 
 void primary_contexts::abandon() noexcept {

@@ -232,11 +232,13 @@ std::optional<device_id> cuda_driver::current_device() const {
   return std::nullopt;
 }
 
-void cuda_driver::set_current_device(device_id device) {
+void cuda_driver::set_current_device(std::optional<device_id> device) {
   check_caller();
-  entry(device);
-  check(api_, api_.ctx_set_current(contexts_.of(device)),
-        [&] { return fmt::format("make DEVICE {} current", device.value); });
+  if (device) entry(*device);
+  check(api_, api_.ctx_set_current(device ? contexts_.of(*device) : nullptr), [&] {
+    return device ? fmt::format("make DEVICE {} current", device->value)
+                  : std::string("leave the thread without a device");
+  });
 }
 
 std::vector<numa_node> cuda_driver::numa_nodes() const {

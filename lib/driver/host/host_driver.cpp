@@ -127,8 +127,8 @@ class host_driver_impl final : public host_driver {
     return this_threads_device();
   }
 
-  void set_current_device(device_id device) override {
-    check(device);
+  void set_current_device(std::optional<device_id> device) override {
+    if (device) check(*device);
     this_threads_device() = device;
   }
 
