@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include "comm/ep/bf16_pieces.cuh"
 #include "comm/ep/bulk_copy.cuh"
 #include "comm/ep/meet_peers.cuh"
 #include "comm/ep/rank_rows.cuh"
-
-#include <cuda_bf16.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -21,28 +20,17 @@ inline int combine_chunk(const ep_shape& shape) {
   return shape.ranks <= 8 ? 1024 : shape.ranks <= 16 ? 512 : 256;
 }
 
-/// Eight elements, loaded and stored at once.
-struct alignas(16) bf16_piece {
-  __nv_bfloat162 pairs[4];
-};
-
-__device__ __forceinline__ void add(float (&sum)[8], const bf16_piece& piece) {
-#pragma unroll
-  for (int p = 0; p < 4; ++p) {
-    const float2 pair = __bfloat1622float2(piece.pairs[p]);
-    sum[2 * p] += pair.x;
-    sum[2 * p + 1] += pair.y;
-  }
-}
-
 /// Each warp takes chunk after chunk: loads it from every rank that the token went to, sums in FP32
 /// and in the order of ranks, and stores the result.
 __global__ void __launch_bounds__(k_combine_warps * 32)
     combine_kernel(const __grid_constant__ ep_shape shape, int tokens, int pieces, int chunk,
-                   int stages, const __grid_constant__ plan_arrays by, __nv_bfloat16* out,
-                   const __nv_bfloat16* bias, const __grid_constant__ ep_totals totals,
-                   std::uint64_t round) {
+                   int stages, const __grid_constant__ plan_arrays by,
+                   const __grid_constant__ combine_output to,
+                   const __grid_constant__ ep_totals totals, std::uint64_t* rounds) {
   extern __shared__ __align__(128) char rows_loaded[];  // warps x stages, then their barriers
+  auto* const out = static_cast<__nv_bfloat16*>(to.sums);
+  const auto* const bias = static_cast<const __nv_bfloat16*>(to.bias);
+  const std::uint64_t round = this_round(rounds);
   const int warps = static_cast<int>(blockDim.x / 32);
   const int warp = static_cast<int>(threadIdx.x / 32);
   const int lane = static_cast<int>(threadIdx.x % 32);
@@ -117,24 +105,33 @@ __global__ void __launch_bounds__(k_combine_warps * 32)
       const std::size_t begin = static_cast<std::size_t>(item / pieces) * shape.hidden + in_row;
       for (int i = lane * 8; i < elements(in_row); i += 32 * 8) {
         float sum[8] = {};
-        if (bias != nullptr) add(sum, *reinterpret_cast<const bf16_piece*>(bias + begin + i));
+        if (bias != nullptr) add(sum, load_piece(bias + begin + i));
         for (std::uint64_t left = mask; left != 0; left &= left - 1) {
           const int r = __ffsll(static_cast<long long>(left)) - 1;
           add(sum, *reinterpret_cast<const bf16_piece*>(
                        rows + static_cast<std::uint32_t>(r) * chunk_bytes +
                        static_cast<std::size_t>(i) * sizeof(__nv_bfloat16)));
         }
-        bf16_piece made;
-#pragma unroll
-        for (int p = 0; p < 4; ++p) {
-          made.pairs[p] = __floats2bfloat162_rn(sum[2 * p], sum[2 * p + 1]);
-        }
-        *reinterpret_cast<bf16_piece*>(out + begin + i) = made;
+        store_piece(out + begin + i, to_piece(sum));
       }
       stage = stage + 1 == stages ? 0 : stage + 1;
     }
   }
-  meet_at_the_end(shape, flag_kind::finished, totals, round);
+  if (to.weight_gradients != nullptr) {
+    for (int t = first; t < tokens; t += step) {
+      const rank_rows rows(shape, by, t, lane);
+      const std::size_t at = static_cast<std::size_t>(t) * shape.top_k + lane;
+      const std::int64_t expert = lane < shape.top_k ? to.ids[at] : -1;
+      const bool chosen = expert >= 0 && expert < shape.ranks * shape.local_experts;
+      const int r = chosen ? static_cast<int>(expert) / shape.local_experts : 0;
+      const int row = rows.of(r);
+      if (lane >= shape.top_k) continue;
+      to.weight_gradients[at] = chosen ? __ldcg(shape.at<float>(r, shape.weight_gradients) +
+                                                static_cast<std::size_t>(row) * shape.top_k + lane)
+                                       : 0;
+    }
+  }
+  meet_at_the_end(shape, flag_kind::finished, totals, rounds, round);
 }
 
 }  // namespace evmm::ep

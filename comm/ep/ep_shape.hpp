@@ -32,6 +32,7 @@ struct ep_shape {
   int top_k = 0;
   int hidden = 0;
   std::uint32_t row_bytes = 0;  ///< of dispatched rows
+  bool quantize = false;        ///< rows are given as bf16 and sent as fp8
   int scale_count = 0;          ///< of a row's scales; 0 for bf16
   int blocks = 1;               ///< that do the work of a step, on every rank
   std::uint64_t timeout_ns = 0;
@@ -40,10 +41,11 @@ struct ep_shape {
   std::uint64_t counts = 0;  ///< i32 [ranks][count_words()]: by source
   std::uint64_t x = 0;
   std::uint64_t scales = 0;
-  std::uint64_t experts = 0;  ///< i32 [rows][top_k]
-  std::uint64_t weights = 0;  ///< f32 [rows][top_k]
-  std::uint64_t tokens = 0;   ///< i32 [rows]
-  std::uint64_t y = 0;        ///< bf16 [rows][hidden]
+  std::uint64_t experts = 0;           ///< i32 [rows][top_k]
+  std::uint64_t weights = 0;           ///< f32 [rows][top_k]
+  std::uint64_t tokens = 0;            ///< i32 [rows]
+  std::uint64_t y = 0;                 ///< bf16 [rows][hidden]
+  std::uint64_t weight_gradients = 0;  ///< f32 [rows][top_k]
 
   template <class T>
   EVMM_HOST_DEVICE T* at(int of_rank, std::uint64_t offset) const {
@@ -58,6 +60,10 @@ struct ep_shape {
     const bool each = kind == flag_kind::rows || kind == flag_kind::finished;
     return each ? round * static_cast<std::uint64_t>(blocks) : round;
   }
+  /// Of a row as it is given.
+  EVMM_HOST_DEVICE std::uint32_t given_bytes() const {
+    return quantize ? 2 * row_bytes : row_bytes;
+  }
   /// A source's message: rows that it sends to each rank, then how often it chose each expert of
   /// the receiver.
   EVMM_HOST_DEVICE int count_words() const { return ranks + local_experts; }
@@ -71,6 +77,32 @@ struct plan_arrays {
   std::uint64_t* masks = nullptr;  ///< [tokens]: a bit for each rank that the token goes to
   std::int32_t* places = nullptr;  ///< [tokens][ranks]: its index among what goes there; else -1
   std::int32_t* first = nullptr;   ///< [ranks]: where this rank's rows begin in each receive buffer
+  std::int32_t* messages = nullptr;  ///< [ranks][count_words()]: what each peer is told
+};
+
+/// The rows that lie in a receive buffer: blocks of `stride` places, each filled from its front.
+struct row_blocks {
+  const std::int32_t* filled = nullptr;  ///< [blocks]
+  int blocks = 1;
+  int stride = 0;
+  EVMM_HOST_DEVICE int places() const { return blocks * stride; }
+};
+
+/// The second copy of what a rank received: one row for each choice of one of its experts, grouped
+/// by expert. All on the rank itself.
+struct expert_layout {
+  row_blocks rows;  ///< of what was received
+  int alignment = 1;
+  int stride = 0;                         ///< rows from one group to the next; 0: packed
+  std::int32_t* expert_tokens = nullptr;  ///< [local experts]
+  std::int32_t* begin = nullptr;          ///< [local experts + 1]: the groups, padding included
+  std::int32_t* expert_rows = nullptr;    ///< [places][top_k]: where each choice's row lies
+  std::int32_t* row_experts = nullptr;    ///< [expert rows]: its expert; -1 in padding
+  char* x = nullptr;                      ///< [expert rows] of row_bytes
+  float* scales = nullptr;
+  char* y = nullptr;                           ///< bf16 [expert rows][hidden]
+  float* weight_gradients = nullptr;           ///< [places][top_k]
+  std::uint64_t* most_rows_on_host = nullptr;  ///< of all groups, in one dispatch
 };
 
 /// What a rank receives in one dispatch, and what went wrong: on the device, and once more in
@@ -78,9 +110,19 @@ struct plan_arrays {
 struct ep_totals {
   std::int32_t* words = nullptr;  ///< rows, then [ranks] ends of sources, then [local experts]
   std::int32_t* on_host = nullptr;
-  std::uint64_t* round_on_host = nullptr;  ///< of the counts in `on_host`
-  std::uint64_t* lost_on_host = nullptr;   ///< a bit for each rank that did not come in time
-  std::uint64_t* wrong_on_host = nullptr;  ///< an expert id that there is not, plus 1; 0 for none
+  std::uint64_t* ticket_on_host = nullptr;  ///< the latest whose counts came to `on_host`
+  std::uint64_t* lost_on_host = nullptr;    ///< a bit for each rank that did not come in time
+  std::uint64_t* wrong_on_host = nullptr;   ///< an expert id that there is not, plus 1; 0 for none
+  std::uint64_t* most_rows_on_host = nullptr;  ///< that came in one dispatch
+};
+
+/// Where a combine puts what it sums.
+struct combine_output {
+  void* sums = nullptr;        ///< bf16 [tokens][hidden]
+  const void* bias = nullptr;  ///< the same, or null
+  /// f32 [tokens][top_k], or null: what the weight_gradients of the ranks of `ids` hold.
+  float* weight_gradients = nullptr;
+  const std::int64_t* ids = nullptr;
 };
 
 /// One rank's tokens; see ep::tokens.

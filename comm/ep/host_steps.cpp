@@ -3,6 +3,7 @@
 // kernels do the same side by side.
 #include "comm/ep/bf16.hpp"
 #include "comm/ep/ep_steps.hpp"
+#include "comm/ep/host_permute.hpp"
 
 #include <algorithm>
 #include <chrono>
@@ -18,20 +19,50 @@ class host_steps final : public ep_steps {
   explicit host_steps(driver& on) : on_(on) {}
 
   void plan(const ep_shape& shape, const token_arrays& from, const plan_arrays& to,
-            const ep_totals& totals, std::uint64_t round, native_stream stream) override {
-    on_.launch(stream, [=] { run_plan(shape, from, to, totals, round); });
-  }
-  void send(const ep_shape& shape, const token_arrays& from, const plan_arrays& by,
-            const ep_totals& totals, const send_rounds& rounds, bool met,
-            native_stream stream) override {
-    on_.launch(stream, [=] {
-      if (!met) meet_peers(shape, flag_kind::counts, totals, rounds.counts);
-      run_send(shape, from, by, totals, rounds.rows);
+            const ep_totals& totals, native_stream stream) override {
+    on_.launch(stream, [=, this] {
+      fill_plan(shape, from, to, totals);
+      meet_for_counts(shape, to, totals, ++planned_);
     });
   }
-  void combine(const ep_shape& shape, int count, const plan_arrays& by, void* out, const void* bias,
-               const ep_totals& totals, std::uint64_t round, native_stream stream) override {
-    on_.launch(stream, [=] { run_combine(shape, count, by, out, bias, totals, round); });
+  void plan_again(const ep_shape& shape, const plan_arrays& by, const ep_totals& totals,
+                  native_stream stream) override {
+    on_.launch(stream, [=, this] { meet_for_counts(shape, by, totals, ++planned_); });
+  }
+  void send(const ep_shape& shape, const token_arrays& from, const plan_arrays& by,
+            const ep_totals& totals, std::uint64_t ticket, native_stream stream) override {
+    on_.launch(stream, [=, this] {
+      std::memcpy(totals.on_host, totals.words,
+                  static_cast<std::size_t>(1 + shape.count_words()) * sizeof(std::int32_t));
+      host_raise(totals.most_rows_on_host, static_cast<std::uint64_t>(totals.words[0]));
+      host_raise(totals.ticket_on_host, ticket);  // a replayed graph brings one from before
+      run_send(shape, from, by);
+      meet_peers(shape, flag_kind::rows, totals, ++sent_);
+    });
+  }
+  void combine(const ep_shape& shape, int count, const plan_arrays& by, const combine_output& to,
+               const ep_totals& totals, native_stream stream) override {
+    on_.launch(stream, [=, this] {
+      meet_peers(shape, flag_kind::ready, totals, ++combined_);
+      run_combine(shape, count, by, to);
+      meet_peers(shape, flag_kind::finished, totals, combined_);
+    });
+  }
+
+  void place(const ep_shape& shape, const expert_layout& to, native_stream stream) override {
+    on_.launch(stream, [=] { host_place(shape, to); });
+  }
+  void permute(const ep_shape& shape, const expert_layout& to, native_stream stream) override {
+    on_.launch(stream, [=] { host_permute(shape, to); });
+  }
+  void unpermute(const ep_shape& shape, const expert_layout& from, bool weighted,
+                 native_stream stream) override {
+    on_.launch(stream, [=] { host_unpermute(shape, from, weighted); });
+  }
+  void permute_gradients(const ep_shape& shape, const expert_layout& to, const void* outputs,
+                         native_stream stream) override {
+    on_.launch(stream,
+               [=] { host_permute_gradients(shape, to, static_cast<const bf16*>(outputs)); });
   }
 
  private:
@@ -59,11 +90,10 @@ class host_steps final : public ep_steps {
     wait_for_peers(shape, kind, totals, round);
   }
 
-  static void run_plan(const ep_shape& shape, const token_arrays& from, const plan_arrays& to,
-                       const ep_totals& totals, std::uint64_t round) {
-    const auto ranks = static_cast<std::size_t>(shape.ranks);
-    std::vector<std::int32_t> going(ranks);
-    std::vector<std::int32_t> chosen(ranks * static_cast<std::size_t>(shape.local_experts));
+  static void fill_plan(const ep_shape& shape, const token_arrays& from, const plan_arrays& to,
+                        const ep_totals& totals) {
+    const int words = shape.count_words();
+    std::fill_n(to.messages, shape.ranks * words, 0);
     for (int t = 0; t < from.count; ++t) {
       std::uint64_t mask = 0;
       for (int k = 0; k < shape.top_k; ++k) {
@@ -73,20 +103,27 @@ class host_steps final : public ep_steps {
           signal(totals.wrong_on_host, static_cast<std::uint64_t>(expert) + 1);
           continue;
         }
-        mask |= std::uint64_t{1} << (expert / shape.local_experts);
-        ++chosen[static_cast<std::size_t>(expert)];
+        const auto r = static_cast<int>(expert) / shape.local_experts;
+        mask |= std::uint64_t{1} << r;
+        ++to.messages[r * words + shape.ranks + static_cast<int>(expert) % shape.local_experts];
       }
       to.masks[t] = mask;
       for (int r = 0; r < shape.ranks; ++r) {
-        to.places[t * shape.ranks + r] =
-            (mask >> r & 1) != 0 ? going[static_cast<std::size_t>(r)]++ : -1;
+        const bool goes = (mask >> r & 1) != 0;
+        to.places[t * shape.ranks + r] = goes ? to.messages[r]++ : -1;
       }
     }
+    // Every peer is told how many rows go to each rank: those to rank r were counted in word r.
+    for (int r = 1; r < shape.ranks; ++r) {
+      std::copy_n(to.messages, shape.ranks, to.messages + r * words);
+    }
+  }
+
+  static void meet_for_counts(const ep_shape& shape, const plan_arrays& to, const ep_totals& totals,
+                              std::uint64_t round) {
     for (int r = 0; r < shape.ranks; ++r) {
-      std::int32_t* message = shape.count_message(r, shape.rank);
-      std::memcpy(message, going.data(), ranks * sizeof(std::int32_t));
-      std::memcpy(message + shape.ranks, chosen.data() + r * shape.local_experts,
-                  static_cast<std::size_t>(shape.local_experts) * sizeof(std::int32_t));
+      std::copy_n(to.messages + r * shape.count_words(), shape.count_words(),
+                  shape.count_message(r, shape.rank));
     }
     meet_peers(shape, flag_kind::counts, totals, round);
     std::int32_t* const source_end = totals.words + 1;
@@ -98,37 +135,41 @@ class host_steps final : public ep_steps {
       }
     }
     std::int32_t rows = 0;
-    std::memset(expert_tokens, 0,
-                static_cast<std::size_t>(shape.local_experts) * sizeof(std::int32_t));
+    std::fill_n(expert_tokens, shape.local_experts, 0);
     for (int s = 0; s < shape.ranks; ++s) {
       const std::int32_t* message = shape.count_message(shape.rank, s);
       source_end[s] = rows += message[shape.rank];
       for (int e = 0; e < shape.local_experts; ++e) expert_tokens[e] += message[shape.ranks + e];
     }
     totals.words[0] = rows;
-    std::memcpy(totals.on_host, totals.words,
-                static_cast<std::size_t>(1 + shape.count_words()) * sizeof(std::int32_t));
-    signal(totals.round_on_host, round);
   }
 
-  static void run_send(const ep_shape& shape, const token_arrays& from, const plan_arrays& by,
-                       const ep_totals& totals, std::uint64_t round) {
+  static void run_send(const ep_shape& shape, const token_arrays& from, const plan_arrays& by) {
     const auto scale_count = static_cast<std::size_t>(shape.scale_count);
+    std::vector<char> row(shape.row_bytes);
+    std::vector<float> scales(scale_count);
     for (int t = 0; t < from.count; ++t) {
+      const auto token = static_cast<std::size_t>(t);
+      const char* const given = from.x + token * shape.given_bytes();
+      if (shape.quantize) {
+        host_quantize(reinterpret_cast<const bf16*>(given), row, scales);
+      } else {
+        std::copy_n(given, row.size(), row.data());
+        if (scale_count > 0) {
+          std::copy_n(from.scales + token * scale_count, scale_count, scales.data());
+        }
+      }
       for (int r = 0; r < shape.ranks; ++r) {
         if ((by.masks[t] >> r & 1) == 0) continue;
-        const auto row = static_cast<std::size_t>(by.first[r] + by.places[t * shape.ranks + r]);
-        const auto token = static_cast<std::size_t>(t);
-        std::memcpy(shape.at<char>(r, shape.x) + row * shape.row_bytes,
-                    from.x + token * shape.row_bytes, shape.row_bytes);
-        std::copy_n(from.scales + token * scale_count, scale_count,
-                    shape.at<float>(r, shape.scales) + row * scale_count);
-        if (from.ids == nullptr) continue;
-        shape.at<std::int32_t>(r, shape.tokens)[row] = t;
+        const auto to = static_cast<std::size_t>(by.first[r] + by.places[t * shape.ranks + r]);
+        std::copy(row.begin(), row.end(), shape.at<char>(r, shape.x) + to * row.size());
+        std::copy(scales.begin(), scales.end(),
+                  shape.at<float>(r, shape.scales) + to * scale_count);
+        shape.at<std::int32_t>(r, shape.tokens)[to] = t;
         for (int k = 0; k < shape.top_k; ++k) {
           const std::int64_t expert = from.ids[t * shape.top_k + k];
           const bool here = expert >= 0 && expert / shape.local_experts == r;
-          const auto at = row * static_cast<std::size_t>(shape.top_k) + static_cast<std::size_t>(k);
+          const auto at = to * static_cast<std::size_t>(shape.top_k) + static_cast<std::size_t>(k);
           shape.at<std::int32_t>(r, shape.experts)[at] =
               here ? static_cast<std::int32_t>(expert % shape.local_experts) : -1;
           shape.at<float>(r, shape.weights)[at] = !here ? 0
@@ -138,31 +179,45 @@ class host_steps final : public ep_steps {
         }
       }
     }
-    meet_peers(shape, flag_kind::rows, totals, round);
   }
 
-  static void run_combine(const ep_shape& shape, int count, const plan_arrays& by, void* out,
-                          const void* bias, const ep_totals& totals, std::uint64_t round) {
-    meet_peers(shape, flag_kind::ready, totals, round);
+  static void run_combine(const ep_shape& shape, int count, const plan_arrays& by,
+                          const combine_output& to) {
     const auto hidden = static_cast<std::size_t>(shape.hidden);
     std::vector<float> sum(hidden);
     for (int t = 0; t < count; ++t) {
       const std::size_t begin = static_cast<std::size_t>(t) * hidden;
       for (std::size_t i = 0; i < hidden; ++i) {
-        sum[i] = bias == nullptr ? 0 : to_float(static_cast<const bf16*>(bias)[begin + i]);
+        sum[i] = to.bias == nullptr ? 0 : to_float(static_cast<const bf16*>(to.bias)[begin + i]);
       }
+      const auto row_at = [&](int r) {
+        return static_cast<std::size_t>(by.first[r] + by.places[t * shape.ranks + r]);
+      };
       for (int r = 0; r < shape.ranks; ++r) {
         if ((by.masks[t] >> r & 1) == 0) continue;
-        const auto row = static_cast<std::size_t>(by.first[r] + by.places[t * shape.ranks + r]);
-        const bf16* y = shape.at<bf16>(r, shape.y) + row * hidden;
+        const bf16* y = shape.at<bf16>(r, shape.y) + row_at(r) * hidden;
         for (std::size_t i = 0; i < hidden; ++i) sum[i] += to_float(y[i]);
       }
-      for (std::size_t i = 0; i < hidden; ++i) static_cast<bf16*>(out)[begin + i] = to_bf16(sum[i]);
+      for (std::size_t i = 0; i < hidden; ++i) {
+        static_cast<bf16*>(to.sums)[begin + i] = to_bf16(sum[i]);
+      }
+      for (int k = 0; k < shape.top_k && to.weight_gradients != nullptr; ++k) {
+        const int at = t * shape.top_k + k;
+        const std::int64_t expert = to.ids[at];
+        const bool chosen = expert >= 0 && expert < shape.ranks * shape.local_experts;
+        const int r = chosen ? static_cast<int>(expert) / shape.local_experts : 0;
+        to.weight_gradients[at] =
+            chosen
+                ? shape.at<float>(
+                      r, shape.weight_gradients)[row_at(r) * static_cast<std::size_t>(shape.top_k) +
+                                                 static_cast<std::size_t>(k)]
+                : 0;
+      }
     }
-    meet_peers(shape, flag_kind::finished, totals, round);
   }
 
   driver& on_;
+  std::uint64_t planned_ = 0, sent_ = 0, combined_ = 0;  ///< rounds, counted on the stream
 };
 
 }  // namespace

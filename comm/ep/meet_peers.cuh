@@ -40,11 +40,19 @@ __device__ __forceinline__ void wait_for_peers(const ep_shape& shape, flag_kind 
   }
 }
 
+/// A kernel's round: each block counts its own, since they do not start and end together. Counted
+/// on the device, so that a captured graph counts on when it is replayed.
+__device__ __forceinline__ std::uint64_t this_round(const std::uint64_t* rounds) {
+  return __ldcg(reinterpret_cast<const unsigned long long*>(rounds) + blockIdx.x) + 1;
+}
+
 /// The end of a kernel: each block tells the peers that it is done, and the first one stays until
 /// theirs are.
 __device__ __forceinline__ void meet_at_the_end(const ep_shape& shape, flag_kind kind,
-                                                const ep_totals& totals, std::uint64_t round) {
+                                                const ep_totals& totals, std::uint64_t* rounds,
+                                                std::uint64_t round) {
   __syncthreads();
+  if (threadIdx.x == 0) rounds[blockIdx.x] = round;
   tell_peers(shape, kind);
   if (blockIdx.x == 0) wait_for_peers(shape, kind, totals, round);
 }
@@ -58,15 +66,22 @@ __device__ __forceinline__ void meet_at_the_beginning(const ep_shape& shape, fla
   __syncthreads();
 }
 
+/// A word of the host that only this thread writes becomes at least `value`.
+__device__ __forceinline__ void raise(std::uint64_t* word, std::uint64_t value) {
+  if (value > read_signal(word)) signal(word, value);
+}
+
 /// One block writes the totals where the CPU reads them.
 __device__ __forceinline__ void tell_host(const ep_shape& shape, const ep_totals& totals,
-                                          std::uint64_t round) {
+                                          std::uint64_t ticket) {
   for (int i = static_cast<int>(threadIdx.x); i < 1 + shape.count_words();
        i += static_cast<int>(blockDim.x)) {
     totals.on_host[i] = totals.words[i];
   }
   __syncthreads();
-  if (threadIdx.x == 0) signal(totals.round_on_host, round);
+  if (threadIdx.x != 0) return;
+  raise(totals.most_rows_on_host, static_cast<std::uint64_t>(totals.words[0]));
+  raise(totals.ticket_on_host, ticket);  // a replayed graph brings one from before
 }
 
 }  // namespace evmm::ep

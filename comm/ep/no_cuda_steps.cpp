@@ -5,7 +5,7 @@
 
 namespace evmm::ep {
 
-std::unique_ptr<ep_steps> make_cuda_steps(device_id, int, int) {
+std::unique_ptr<ep_steps> make_cuda_steps(device_id, int, int, int) {
   throw unsupported("this build of evmm has no CUDA kernels", "build with EVMM_CUDA=ON and nvcc");
 }
 

@@ -20,6 +20,47 @@ struct expert_counts {
   int* blocks_done = nullptr;
 };
 
+/// Each peer is told how many rows come; `word_of(r, i)` is word i of what rank r is told.
+template <class Word>
+__device__ __forceinline__ void tell_counts(const ep_shape& shape, const Word& word_of) {
+  const int message = shape.count_words();
+  for (int i = static_cast<int>(threadIdx.x); i < shape.ranks * message;
+       i += static_cast<int>(blockDim.x)) {
+    shape.count_message(i / message, shape.rank)[i % message] = word_of(i / message, i % message);
+  }
+  __syncthreads();
+  tell_peers(shape, flag_kind::counts);
+}
+
+/// What the peers told becomes where this rank's rows begin, and what comes here.
+__device__ __forceinline__ void learn_counts(const ep_shape& shape, const plan_arrays& to,
+                                             const ep_totals& totals, std::uint64_t* rounds,
+                                             std::uint64_t round) {
+  wait_for_peers(shape, flag_kind::counts, totals, round);
+  __syncthreads();
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread == 0) *rounds = round;
+  const auto said = [&](int source, int word) {
+    return __ldcg(shape.count_message(shape.rank, source) + word);
+  };
+  if (thread < shape.ranks) {
+    int first = 0;
+    int end = 0;
+    for (int s = 0; s < shape.ranks; ++s) {
+      if (s < shape.rank) first += said(s, thread);
+      if (s <= thread) end += said(s, shape.rank);
+    }
+    to.first[thread] = first;
+    totals.words[1 + thread] = end;
+    if (thread == shape.ranks - 1) totals.words[0] = end;
+  }
+  for (int e = thread; e < shape.local_experts; e += static_cast<int>(blockDim.x)) {
+    int rows = 0;
+    for (int s = 0; s < shape.ranks; ++s) rows += said(s, shape.ranks + e);
+    totals.words[1 + shape.ranks + e] = rows;
+  }
+}
+
 /// Shared memory of the plan's kernel.
 struct plan_shared {
   std::size_t bytes = 0;
@@ -79,11 +120,12 @@ __device__ __forceinline__ void count_choices(const ep_shape& shape, const token
 __global__ void __launch_bounds__(k_plan_warps * 32)
     plan_kernel(const __grid_constant__ ep_shape shape, const __grid_constant__ token_arrays from,
                 const __grid_constant__ plan_arrays to, const __grid_constant__ ep_totals totals,
-                std::uint64_t round, bool shared_masks,
+                std::uint64_t* rounds, bool shared_masks,
                 const __grid_constant__ expert_counts counts) {
   asm volatile("griddepcontrol.launch_dependents;");
   extern __shared__ __align__(8) std::int32_t words[];
   if (blockIdx.x > 0) return count_choices(shape, from, counts, words);
+  const std::uint64_t round = this_round(rounds);
   const int stretches = max(1, k_plan_warps / shape.ranks);
   std::int32_t* const stretch_rows = words;  // [ranks][stretches], at most ranks x k_plan_warps
   std::int32_t* const going = words + shape.ranks * k_plan_warps;  // [ranks]
@@ -143,17 +185,13 @@ __global__ void __launch_bounds__(k_plan_warps * 32)
     __threadfence();
   }
   __syncthreads();
-  const int message = shape.count_words();
-  for (int i = thread; i < shape.ranks * message; i += threads) {
-    const int r = i / message;
-    const int word = i % message;
+  tell_counts(shape, [&](int r, int word) {
     const int expert = r * shape.local_experts + word - shape.ranks;
-    shape.count_message(r, shape.rank)[word] =
-        word < shape.ranks ? going[word] : __ldcg(counts.chosen + expert);
+    const int said = word < shape.ranks ? going[word] : __ldcg(counts.chosen + expert);
     if (word >= shape.ranks) counts.chosen[expert] = 0;
-  }
-  __syncthreads();
-  tell_peers(shape, flag_kind::counts);
+    to.messages[r * shape.count_words() + word] = said;
+    return said;
+  });
 
   for (int piece = warp; piece < pieces; piece += k_plan_warps) {
     const int r = piece / stretches;
@@ -171,27 +209,17 @@ __global__ void __launch_bounds__(k_plan_warps * 32)
     }
   }
 
-  wait_for_peers(shape, flag_kind::counts, totals, round);
-  __syncthreads();
-  const auto said = [&](int source, int word) {
-    return __ldcg(shape.count_message(shape.rank, source) + word);
-  };
-  if (thread < shape.ranks) {
-    int first = 0;
-    int end = 0;
-    for (int s = 0; s < shape.ranks; ++s) {
-      if (s < shape.rank) first += said(s, thread);
-      if (s <= thread) end += said(s, shape.rank);
-    }
-    to.first[thread] = first;
-    totals.words[1 + thread] = end;
-    if (thread == shape.ranks - 1) totals.words[0] = end;
-  }
-  for (int e = thread; e < shape.local_experts; e += threads) {
-    int rows = 0;
-    for (int s = 0; s < shape.ranks; ++s) rows += said(s, shape.ranks + e);
-    totals.words[1 + shape.ranks + e] = rows;
-  }
+  learn_counts(shape, to, totals, rounds, round);
+}
+
+__global__ void __launch_bounds__(k_plan_warps * 32)
+    plan_again_kernel(const __grid_constant__ ep_shape shape,
+                      const __grid_constant__ plan_arrays by,
+                      const __grid_constant__ ep_totals totals, std::uint64_t* rounds) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  const std::uint64_t round = this_round(rounds);
+  tell_counts(shape, [&](int r, int word) { return by.messages[r * shape.count_words() + word]; });
+  learn_counts(shape, by, totals, rounds, round);
 }
 
 }  // namespace evmm::ep

@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "comm/ep/exchange_state.hpp"
+
+#include "comm/collective_change.hpp"
+
+#include <evmm/error.hpp>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+namespace evmm::ep {
+
+namespace {
+
+[[noreturn]] void refuse(const std::string& what, const std::string& help) {
+  throw invalid_argument("ep::exchange: " + what, help);
+}
+
+void check_options(const exchange_options& given, int ranks) {
+  if (ranks > ep_shape::most_ranks) {
+    refuse(fmt::format("{} ranks", ranks),
+           fmt::format("at most {} can exchange", ep_shape::most_ranks));
+  }
+  if (given.experts < 1 || given.experts % ranks != 0) {
+    refuse(fmt::format("experts is {}, with {} ranks", given.experts, ranks),
+           "give a multiple of the number of ranks");
+  }
+  if (given.top_k < 1 || given.top_k > 32) {
+    refuse(fmt::format("top_k is {}", given.top_k), "give 1 to 32");
+  }
+  if (given.hidden == 0 || given.hidden % 128 != 0 || given.hidden > 32768) {
+    refuse(fmt::format("hidden is {}", given.hidden), "give a multiple of 128, at most 32,768");
+  }
+  if (given.quantize && given.rows != payload::fp8) {
+    refuse("quantize is set for rows of bf16", "rows = payload::fp8 are quantised");
+  }
+  if (given.max_tokens == 0 || given.max_tokens > (std::size_t{1} << 20)) {
+    refuse(fmt::format("max_tokens is {}", given.max_tokens), "give 1 to 1,048,576");
+  }
+  if (given.expert_alignment == 0 || given.expert_alignment > 4096) {
+    refuse(fmt::format("expert_alignment is {}", given.expert_alignment), "give 1 to 4,096 rows");
+  }
+  if (given.sms < 1) refuse(fmt::format("sms is {}", given.sms), "give 1 or more");
+  if (given.local_sms < 0)
+    refuse(fmt::format("local_sms is {}", given.local_sms), "give 0 or more");
+  if (given.adapt_steps < 1 || given.adapt_steps > 16) {
+    refuse(fmt::format("adapt_steps is {}", given.adapt_steps), "give 1 to 16");
+  }
+  if (given.timeout.count() <= 0)
+    refuse("the timeout is not positive", "give milliseconds above 0");
+}
+
+/// All but the timeout is the same on all ranks.
+void check_alike(bootstrap& ranks, const exchange_options& mine) {
+  const auto all = ranks.all_gather_value(mine, "ep::exchange: options of all");
+  for (std::size_t r = 1; r < all.size(); ++r) {
+    const auto same = [&](const char* option, const auto& of_first, const auto& of_other) {
+      if (of_first == of_other) return;
+      refuse(fmt::format("{} is {} on rank 0 and {} on rank {}", option, of_first, of_other, r),
+             "give every rank the same");
+    };
+    const exchange_options &a = all[0], &b = all[r];
+    same("experts", a.experts, b.experts);
+    same("top_k", a.top_k, b.top_k);
+    same("hidden", a.hidden, b.hidden);
+    same("rows", static_cast<int>(a.rows), static_cast<int>(b.rows));
+    same("quantize", a.quantize, b.quantize);
+    same("arranged", static_cast<int>(a.arranged), static_cast<int>(b.arranged));
+    same("expert_alignment", a.expert_alignment, b.expert_alignment);
+    same("max_tokens", a.max_tokens, b.max_tokens);
+    same("device_rows", a.device_rows, b.device_rows);
+    same("device_expert_rows", a.device_expert_rows, b.device_expert_rows);
+    same("adapt_steps", a.adapt_steps, b.adapt_steps);
+    same("sms", a.sms, b.sms);
+    same("local_sms", a.local_sms, b.local_sms);
+  }
+}
+
+/// Words of the page-locked memory: what ep_totals points to, then the totals.
+enum : std::size_t { k_ticket, k_lost, k_wrong, k_most_rows, k_most_expert_rows, k_totals };
+
+}  // namespace
+
+exchange::state::state(symmetric_heap& given, const exchange_options& wanted)
+    : heap(given), options(wanted) {
+  symmetric_region& region = heap.region();
+  bootstrap& ranks = region.ranks();
+  const int count = ranks.size();
+  agree_on(ranks, "ep::exchange: options", [&] {
+    check_options(options, count);
+    if (ranks.node_count() > 1) {
+      throw unsupported(fmt::format("ep::exchange: the ranks are on {} nodes", ranks.node_count()),
+                        "make one exchange for the ranks of each node");
+    }
+  });
+  check_alike(ranks, options);
+  const int local_experts = options.experts / count;
+  const auto top_k = static_cast<std::size_t>(options.top_k);
+  capacity = static_cast<std::size_t>(count) * options.max_tokens;
+  if (options.device_rows == 0 || options.device_rows > capacity) options.device_rows = capacity;
+
+  const symmetric_request on_device{.tiers = tier_policy::device_only};
+  const auto words = static_cast<std::size_t>(count + local_experts);
+  flags = {heap, static_cast<std::size_t>(flag_kinds * count), nullptr, on_device};
+  messages = {heap, static_cast<std::size_t>(count) * words, nullptr, on_device};
+  totals_words = {heap, 1 + words, nullptr, on_device};
+  experts = {heap, capacity * top_k, nullptr, on_device};
+  weights = {heap, capacity * top_k, nullptr, on_device};
+  weight_gradients = {heap, capacity * top_k, nullptr, on_device};
+  tokens_of = {heap, capacity, nullptr, on_device};
+  const bool fp8 = options.rows == payload::fp8;
+  shape.row_bytes = static_cast<std::uint32_t>(options.hidden * (fp8 ? 1 : 2));
+  shape.scale_count = fp8 ? static_cast<int>(options.hidden / 128) : 0;
+  const auto scale_count = static_cast<std::size_t>(shape.scale_count);
+  if (fp8) scales = {heap, capacity * scale_count, nullptr, on_device};
+  const std::size_t y_bytes = options.hidden * sizeof(std::uint16_t);
+  x.emplace(heap, capacity, shape.row_bytes, options.device_rows, options.adapt_steps);
+  y.emplace(heap, capacity, y_bytes, options.device_rows, options.adapt_steps);
+  if (by_expert()) {
+    expert_capacity =
+        capacity * top_k + static_cast<std::size_t>(local_experts) * (options.expert_alignment - 1);
+    if (options.device_expert_rows == 0 || options.device_expert_rows > expert_capacity) {
+      options.device_expert_rows = expert_capacity;
+    }
+    expert_begin = {heap, static_cast<std::size_t>(local_experts + 1), nullptr, on_device};
+    expert_rows = {heap, capacity * top_k, nullptr, on_device};
+    row_experts = {heap, expert_capacity, nullptr, on_device};
+    if (fp8) expert_scales = {heap, expert_capacity * scale_count, nullptr, on_device};
+    expert_x.emplace(heap, expert_capacity, shape.row_bytes, options.device_expert_rows,
+                     options.adapt_steps);
+    expert_y.emplace(heap, expert_capacity, y_bytes, options.device_expert_rows,
+                     options.adapt_steps);
+  }
+
+  const symmetric_view view = region.view();
+  shape.base = view.base;
+  shape.stride = view.stride;
+  shape.rank = view.rank;
+  shape.ranks = view.ranks;
+  shape.local_experts = local_experts;
+  shape.top_k = options.top_k;
+  shape.hidden = static_cast<int>(options.hidden);
+  shape.quantize = options.quantize;
+  shape.blocks = options.sms;
+  shape.timeout_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(options.timeout).count());
+  shape.flags = flags.offset();
+  shape.counts = messages.offset();
+  shape.x = x->offset();
+  shape.scales = fp8 ? scales.offset() : 0;
+  shape.experts = experts.offset();
+  shape.weights = weights.offset();
+  shape.tokens = tokens_of.offset();
+  shape.y = y->offset();
+  shape.weight_gradients = weight_gradients.offset();
+
+  agree_on(ranks, "ep::exchange: begin", [&] {
+    host.emplace(on(), k_totals * sizeof(std::uint64_t) + totals_words.bytes());
+    const auto word = [&](std::size_t index) {
+      return host->at<std::uint64_t>(index * sizeof(std::uint64_t));
+    };
+    totals = {.words = totals_words.local(),
+              .on_host = reinterpret_cast<std::int32_t*>(word(k_totals)),
+              .ticket_on_host = word(k_ticket),
+              .lost_on_host = word(k_lost),
+              .wrong_on_host = word(k_wrong),
+              .most_rows_on_host = word(k_most_rows)};
+    if (by_expert()) {
+      experts_at = {
+          .rows = {.filled = totals.words, .blocks = 1, .stride = static_cast<int>(capacity)},
+          .alignment = static_cast<int>(options.expert_alignment),
+          .stride = 0,
+          .expert_tokens = totals.words + 1 + count,
+          .begin = expert_begin.local(),
+          .expert_rows = expert_rows.local(),
+          .row_experts = row_experts.local(),
+          .x = expert_x->local(),
+          .scales = fp8 ? expert_scales.local() : nullptr,
+          .y = expert_y->local(),
+          .weight_gradients = weight_gradients.local(),
+          .most_rows_on_host = word(k_most_expert_rows)};
+    }
+    const native_stream stream = on().create_stream(region.device());
+    on().fill(reinterpret_cast<address>(flags.local()), std::byte{0}, flags.bytes(), stream);
+    on().synchronize(stream);
+    on().destroy_stream(stream);
+    steps = on().info().kind == driver_kind::cuda
+                ? make_cuda_steps(region.device(), options.sms, options.local_sms, options.experts)
+                : make_host_steps(on());
+  });
+}
+
+}  // namespace evmm::ep

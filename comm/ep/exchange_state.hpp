@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "comm/ep/elastic_rows.hpp"
+#include "comm/ep/ep_steps.hpp"
+#include "comm/ep/pinned_words.hpp"
+
+#include <evmm/comm/symmetric_buffer.hpp>
+#include <evmm/ep/exchange.hpp>
+
+#include <optional>
+#include <vector>
+
+namespace evmm::ep {
+
+struct plan::state {
+  symmetric_buffer<std::uint64_t> masks;
+  symmetric_buffer<std::int32_t> places, first, messages;
+  std::size_t count = 0;
+  plan_arrays arrays() const {
+    return {masks.local(), places.local(), first.local(), messages.local()};
+  }
+};
+
+struct exchange::state {
+  state(symmetric_heap& given, const exchange_options& wanted);
+
+  driver& on() const { return heap.region().on(); }
+  bool by_expert() const { return options.arranged == layout::by_expert; }
+  /// The tokens of a call, checked. Gradients are bf16, whatever the rows are.
+  token_arrays arrays_of(const tokens& from, bool as_gradients) const;
+  /// Of a call that follows a plan.
+  token_arrays arrays_of_plan(const tokens& from, const plan& by, bool as_gradients) const;
+  received output() const;
+  /// Behind a plan, and finds where what comes lies by expert.
+  void send(const ep_shape& as, const token_arrays& from, const plan& by, native_stream stream);
+  /// The exchange whose receive buffers are the combine buffers.
+  ep_shape gradient_shape() const;
+  void remember(native_stream stream);
+
+  symmetric_heap& heap;
+  exchange_options options;
+  std::size_t capacity = 0, expert_capacity = 0;
+  symmetric_buffer<std::uint64_t> flags;
+  symmetric_buffer<std::int32_t> messages, totals_words;
+  symmetric_buffer<float> scales, weights, weight_gradients;
+  symmetric_buffer<std::int32_t> experts, tokens_of;
+  std::optional<elastic_rows> x, y;
+  /// By expert only.
+  symmetric_buffer<float> expert_scales;
+  symmetric_buffer<std::int32_t> expert_begin, expert_rows, row_experts;
+  std::optional<elastic_rows> expert_x, expert_y;
+  std::optional<pinned_words> host;
+  ep_shape shape;
+  ep_totals totals;
+  expert_layout experts_at;
+  std::unique_ptr<ep_steps> steps;
+  std::uint64_t ticket = 0;            ///< of the last dispatch
+  std::vector<native_stream> streams;  ///< of the calls so far
+};
+
+}  // namespace evmm::ep
