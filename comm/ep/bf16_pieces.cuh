@@ -3,6 +3,8 @@
 
 #include <cuda_bf16.h>
 
+#include <cstring>
+
 namespace evmm::ep {
 
 /// Eight elements, loaded and stored at once.
@@ -12,6 +14,13 @@ struct alignas(16) bf16_piece {
 
 __device__ __forceinline__ bf16_piece load_piece(const __nv_bfloat16* from) {
   return *reinterpret_cast<const bf16_piece*>(from);
+}
+/// What another GPU wrote while this kernel ran: past the multiprocessor's cache.
+__device__ __forceinline__ bf16_piece load_new_piece(const __nv_bfloat16* from) {
+  const uint4 bits = __ldcg(reinterpret_cast<const uint4*>(from));
+  bf16_piece piece;
+  memcpy(&piece, &bits, sizeof(piece));
+  return piece;
 }
 __device__ __forceinline__ void store_piece(__nv_bfloat16* to, const bf16_piece& piece) {
   *reinterpret_cast<bf16_piece*>(to) = piece;

@@ -1,61 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/ep/combine_kernel.cuh"
+#include "comm/ep/cuda_device.cuh"
 #include "comm/ep/ep_steps.hpp"
 #include "comm/ep/permute_kernel.cuh"
 #include "comm/ep/plan_kernel.cuh"
 #include "comm/ep/send_kernel.cuh"
 
-#include <evmm/error.hpp>
-
-#include <cuda_runtime.h>
-
 #include <algorithm>
-#include <string>
 
 namespace evmm::ep {
 
 namespace {
 
-void check(cudaError_t code, const char* call) {
-  if (code == cudaSuccess) return;
-  (void)cudaGetLastError();
-  throw driver_error(std::string(call) + ": " + cudaGetErrorString(code), {}, code);
-}
-
 constexpr int k_unpermute_blocks = 2;  ///< a multiprocessor
-/// Room for what the kernels declare themselves.
-constexpr std::size_t k_static_shared = 1024;
-
-/// Memory of the device, all zero at first.
-template <class T>
-class device_words {
- public:
-  explicit device_words(std::size_t count) {
-    check(cudaMalloc(&at_, count * sizeof(T)), "cudaMalloc");
-    check(cudaMemset(at_, 0, count * sizeof(T)), "cudaMemset");
-    check(cudaDeviceSynchronize(), "cudaMemset");
-  }
-  device_words(const device_words&) = delete;
-  device_words& operator=(const device_words&) = delete;
-  ~device_words() { (void)cudaFree(at_); }
-  T* get() const { return at_; }
-
- private:
-  T* at_ = nullptr;
-};
-
-int attribute(int device, cudaDeviceAttr which) {
-  int value = 0;
-  check(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
-  return value;
-}
-
-int checked_sms(int device, const char* option, int sms) {
-  const int all = attribute(device, cudaDevAttrMultiProcessorCount);
-  if (sms <= all) return sms == 0 ? all : sms;
-  throw invalid_argument(std::string(option) + " is " + std::to_string(sms) + ": DEVICE " +
-                         std::to_string(device) + " has " + std::to_string(all));
-}
 
 class cuda_steps final : public ep_steps {
  public:
@@ -65,22 +22,11 @@ class cuda_steps final : public ep_steps {
         local_sms_(checked_sms(device, "local_sms", local_sms)),
         chosen_(static_cast<std::size_t>(experts + 1)),
         rounds_(static_cast<std::size_t>(1 + 2 * sms)) {
-    const int major = attribute(device_, cudaDevAttrComputeCapabilityMajor);
-    if (major < 9) {
-      throw unsupported("the kernels of ep::exchange copy in bulk, which DEVICE " +
-                            std::to_string(device_) + " (compute capability " +
-                            std::to_string(major) + ") cannot",
-                        "use a GPU of compute capability 9.0 or later");
-    }
-    const int shared = attribute(device_, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    shared_ = static_cast<std::size_t>(shared) - k_static_shared;
     for (const void* kernel : {reinterpret_cast<const void*>(&send_kernel),
                                reinterpret_cast<const void*>(&combine_kernel),
                                reinterpret_cast<const void*>(&plan_kernel),
                                reinterpret_cast<const void*>(&permute_kernel)}) {
-      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 static_cast<int>(shared_)),
-            "cudaFuncSetAttribute");
+      shared_ = allow_shared(device, kernel);
     }
   }
 
@@ -91,13 +37,13 @@ class cuda_steps final : public ep_steps {
     const expert_counts counts{chosen_.get(), chosen_.get() + shape.ranks * shape.local_experts};
     plan_kernel<<<1 + k_counting_blocks, k_plan_warps * 32, room.bytes, stream>>>(
         shape, from, to, totals, plan_rounds(), room.masks, counts);
-    check(cudaGetLastError(), "plan_kernel");
+    check_cuda(cudaGetLastError(), "plan_kernel");
   }
   void plan_again(const ep_shape& shape, const plan_arrays& by, const ep_totals& totals,
                   native_stream stream) override {
     enter();
     plan_again_kernel<<<1, k_plan_warps * 32, 0, stream>>>(shape, by, totals, plan_rounds());
-    check(cudaGetLastError(), "plan_again_kernel");
+    check_cuda(cudaGetLastError(), "plan_again_kernel");
   }
   void send(const ep_shape& shape, const token_arrays& from, const plan_arrays& by,
             const ep_totals& totals, std::uint64_t ticket, native_stream stream) override {
@@ -114,8 +60,9 @@ class cuda_steps final : public ep_steps {
     early.val.programmaticStreamSerializationAllowed = 1;
     config.attrs = &early;
     config.numAttrs = 1;
-    check(cudaLaunchKernelEx(&config, send_kernel, shape, from, by, totals, send_rounds(), ticket),
-          "send_kernel");
+    check_cuda(
+        cudaLaunchKernelEx(&config, send_kernel, shape, from, by, totals, send_rounds(), ticket),
+        "send_kernel");
   }
   void combine(const ep_shape& shape, int count, const plan_arrays& by, const combine_output& to,
                const ep_totals& totals, native_stream stream) override {
@@ -133,19 +80,19 @@ class cuda_steps final : public ep_steps {
     const int pieces = std::clamp(sms_ * static_cast<int>(warps) / std::max(count, 1), 1, chunks);
     combine_kernel<<<sms_, warps * 32, warps * stages * stage, stream>>>(
         shape, count, pieces, chunk, static_cast<int>(stages), by, to, totals, combine_rounds());
-    check(cudaGetLastError(), "combine_kernel");
+    check_cuda(cudaGetLastError(), "combine_kernel");
   }
 
   void place(const ep_shape& shape, const expert_layout& to, native_stream stream) override {
     enter();
     place_kernel<<<shape.local_experts, k_place_warps * 32, 0, stream>>>(shape, to);
-    check(cudaGetLastError(), "place_kernel");
+    check_cuda(cudaGetLastError(), "place_kernel");
   }
   void permute(const ep_shape& shape, const expert_layout& to, native_stream stream) override {
     enter();
     const rows_in_shared room(shape.row_bytes, k_permute_warps, shared_);
     permute_kernel<<<local_sms_, room.warps * 32, room.bytes, stream>>>(shape, to);
-    check(cudaGetLastError(), "permute_kernel");
+    check_cuda(cudaGetLastError(), "permute_kernel");
   }
   void unpermute(const ep_shape& shape, const expert_layout& from, bool weighted,
                  native_stream stream) override {
@@ -155,28 +102,18 @@ class cuda_steps final : public ep_steps {
     const int pieces = std::clamp(warps / from.rows.places(), 1, (shape.hidden + 255) / 256);
     unpermute_kernel<<<local_sms_ * k_unpermute_blocks, k_unpermute_warps * 32, 0, stream>>>(
         shape, from, pieces, weighted);
-    check(cudaGetLastError(), "unpermute_kernel");
+    check_cuda(cudaGetLastError(), "unpermute_kernel");
   }
   void permute_gradients(const ep_shape& shape, const expert_layout& to, const void* outputs,
                          native_stream stream) override {
     enter();
     permute_gradients_kernel<<<local_sms_ * k_unpermute_blocks, k_unpermute_warps * 32, 0,
                                stream>>>(shape, to, static_cast<const __nv_bfloat16*>(outputs));
-    check(cudaGetLastError(), "permute_gradients_kernel");
+    check_cuda(cudaGetLastError(), "permute_gradients_kernel");
   }
 
  private:
-  /// Warps of a block that each hold a row in shared memory.
-  struct rows_in_shared {
-    unsigned warps;
-    std::size_t bytes;
-    rows_in_shared(std::size_t row_bytes, std::size_t most_warps, std::size_t most_bytes) {
-      const std::size_t a_warp = row_bytes + sizeof(std::uint64_t);
-      warps = static_cast<unsigned>(std::clamp<std::size_t>(most_bytes / a_warp, 1, most_warps));
-      bytes = warps * a_warp;
-    }
-  };
-  void enter() const { check(cudaSetDevice(device_), "cudaSetDevice"); }
+  void enter() const { check_cuda(cudaSetDevice(device_), "cudaSetDevice"); }
   std::uint64_t* plan_rounds() const { return rounds_.get(); }
   std::uint64_t* send_rounds() const { return rounds_.get() + 1; }
   std::uint64_t* combine_rounds() const { return rounds_.get() + 1 + sms_; }
@@ -192,7 +129,7 @@ class cuda_steps final : public ep_steps {
 }  // namespace
 
 std::unique_ptr<ep_steps> make_cuda_steps(device_id device, int sms, int local_sms, int experts) {
-  check(cudaSetDevice(device.value), "cudaSetDevice");
+  require_bulk_copies(device.value);
   return std::make_unique<cuda_steps>(device.value, sms, local_sms, experts);
 }
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "comm/ep/common_options.hpp"
 #include "comm/ep/exchange_state.hpp"
 
 #include <evmm/ep/exchange.hpp>
@@ -16,10 +17,6 @@ namespace evmm::ep {
 
 namespace {
 
-bool aligned(const void* at) {
-  return reinterpret_cast<std::uintptr_t>(at) % 16 == 0;
-}
-
 [[noreturn]] void refuse(const std::string& what, const std::string& help) {
   throw invalid_argument("cannot " + what, help);
 }
@@ -35,32 +32,9 @@ std::size_t plan::tokens() const noexcept {
 }
 
 token_arrays exchange::state::arrays_of(const tokens& from, bool as_gradients) const {
-  const bool with_scales = options.rows == payload::fp8 && !options.quantize && !as_gradients;
-  if (from.count > options.max_tokens) {
-    refuse(
-        fmt::format("send {} tokens: the exchange was made for {}", from.count, options.max_tokens),
-        "raise max_tokens on all ranks, or send them in parts");
-  }
-  if (from.count > 0) {
-    if (from.x == nullptr || !aligned(from.x)) {
-      refuse(fmt::format("send rows at {}", from.x), "give rows aligned to 16 bytes");
-    }
-    if (from.topk_ids == nullptr) {
-      refuse("send tokens whose topk_ids is null", "give [tokens][top_k] expert ids");
-    }
-    if (with_scales && from.scales == nullptr) {
-      refuse("send fp8 rows whose scales are null",
-             "give one float for each 128 elements, or rows of bf16 with quantize set");
-    }
-    if (!with_scales && from.scales != nullptr) {
-      refuse("send scales with rows of bf16", "leave them null");
-    }
-  }
-  return {.x = static_cast<const char*>(from.x),
-          .scales = from.scales,
-          .ids = from.topk_ids,
-          .weights = from.topk_weights,
-          .count = static_cast<int>(from.count)};
+  return check_tokens(
+      from, {.max_tokens = options.max_tokens,
+             .scales = options.rows == payload::fp8 && !options.quantize && !as_gradients});
 }
 
 received exchange::state::output() const {
@@ -156,7 +130,7 @@ void* exchange::combine_buffer() const {
 
 void exchange::combine(const plan& by, void* out, const void* bias, native_stream stream) {
   state& s = *state_;
-  if (by.tokens() > 0 && (out == nullptr || !aligned(out) || !aligned(bias))) {
+  if (by.tokens() > 0 && (out == nullptr || !aligned_rows(out) || !aligned_rows(bias))) {
     refuse(fmt::format("combine into {} with bias {}", out, bias), "give rows aligned to 16 bytes");
   }
   s.remember(stream);
@@ -169,7 +143,7 @@ received exchange::combine_backward(const tokens& sums, const plan& by, const vo
                                     native_stream stream) {
   state& s = *state_;
   const token_arrays arrays = s.arrays_of_plan(sums, by, true);
-  if (outputs != nullptr && (!s.by_expert() || !aligned(outputs))) {
+  if (outputs != nullptr && (!s.by_expert() || !aligned_rows(outputs))) {
     refuse(fmt::format("make weights' gradients from outputs at {}", outputs),
            s.by_expert() ? "give rows aligned to 16 bytes"
                          : "by source the user writes them to weight_gradients()");
@@ -191,7 +165,7 @@ float* exchange::weight_gradients() const {
 void exchange::dispatch_backward(const plan& by, void* x, const std::int64_t* topk_ids,
                                  float* weights, native_stream stream) {
   state& s = *state_;
-  if (by.tokens() > 0 && (x == nullptr || !aligned(x))) {
+  if (by.tokens() > 0 && (x == nullptr || !aligned_rows(x))) {
     refuse(fmt::format("sum gradients into {}", x), "give rows aligned to 16 bytes");
   }
   if (weights != nullptr && topk_ids == nullptr) {
@@ -280,11 +254,7 @@ std::size_t exchange::adapt(double headroom) {
 }
 
 void exchange::check() {
-  if (const std::uint64_t wrong = read_signal(state_->totals.wrong_on_host); wrong != 0) {
-    throw invalid_argument(
-        fmt::format("a token chose expert {}: there are {}", wrong - 1, state_->options.experts),
-        "ids run from 0; -1 chooses nobody. The choice was left out");
-  }
+  check_choices(state_->totals, state_->options.experts);
   const std::uint64_t lost = read_signal(state_->totals.lost_on_host);
   if (lost == 0) return;
   std::string text;

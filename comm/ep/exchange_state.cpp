@@ -2,6 +2,7 @@
 #include "comm/ep/exchange_state.hpp"
 
 #include "comm/collective_change.hpp"
+#include "comm/ep/common_options.hpp"
 
 #include <evmm/error.hpp>
 
@@ -13,67 +14,21 @@ namespace evmm::ep {
 
 namespace {
 
-[[noreturn]] void refuse(const std::string& what, const std::string& help) {
-  throw invalid_argument("ep::exchange: " + what, help);
-}
+constexpr const char* k_name = "ep::exchange";
 
 void check_options(const exchange_options& given, int ranks) {
-  if (ranks > ep_shape::most_ranks) {
-    refuse(fmt::format("{} ranks", ranks),
-           fmt::format("at most {} can exchange", ep_shape::most_ranks));
-  }
-  if (given.experts < 1 || given.experts % ranks != 0) {
-    refuse(fmt::format("experts is {}, with {} ranks", given.experts, ranks),
-           "give a multiple of the number of ranks");
-  }
-  if (given.top_k < 1 || given.top_k > 32) {
-    refuse(fmt::format("top_k is {}", given.top_k), "give 1 to 32");
-  }
-  if (given.hidden == 0 || given.hidden % 128 != 0 || given.hidden > 32768) {
-    refuse(fmt::format("hidden is {}", given.hidden), "give a multiple of 128, at most 32,768");
-  }
-  if (given.quantize && given.rows != payload::fp8) {
-    refuse("quantize is set for rows of bf16", "rows = payload::fp8 are quantised");
-  }
+  check_common_options(k_name, given, ranks);
+  const auto refuse = [](const std::string& what, const std::string& help) {
+    throw invalid_argument(std::string(k_name) + ": " + what, help);
+  };
   if (given.max_tokens == 0 || given.max_tokens > (std::size_t{1} << 20)) {
     refuse(fmt::format("max_tokens is {}", given.max_tokens), "give 1 to 1,048,576");
   }
   if (given.expert_alignment == 0 || given.expert_alignment > 4096) {
     refuse(fmt::format("expert_alignment is {}", given.expert_alignment), "give 1 to 4,096 rows");
   }
-  if (given.sms < 1) refuse(fmt::format("sms is {}", given.sms), "give 1 or more");
-  if (given.local_sms < 0)
-    refuse(fmt::format("local_sms is {}", given.local_sms), "give 0 or more");
   if (given.adapt_steps < 1 || given.adapt_steps > 16) {
     refuse(fmt::format("adapt_steps is {}", given.adapt_steps), "give 1 to 16");
-  }
-  if (given.timeout.count() <= 0)
-    refuse("the timeout is not positive", "give milliseconds above 0");
-}
-
-/// All but the timeout is the same on all ranks.
-void check_alike(bootstrap& ranks, const exchange_options& mine) {
-  const auto all = ranks.all_gather_value(mine, "ep::exchange: options of all");
-  for (std::size_t r = 1; r < all.size(); ++r) {
-    const auto same = [&](const char* option, const auto& of_first, const auto& of_other) {
-      if (of_first == of_other) return;
-      refuse(fmt::format("{} is {} on rank 0 and {} on rank {}", option, of_first, of_other, r),
-             "give every rank the same");
-    };
-    const exchange_options &a = all[0], &b = all[r];
-    same("experts", a.experts, b.experts);
-    same("top_k", a.top_k, b.top_k);
-    same("hidden", a.hidden, b.hidden);
-    same("rows", static_cast<int>(a.rows), static_cast<int>(b.rows));
-    same("quantize", a.quantize, b.quantize);
-    same("arranged", static_cast<int>(a.arranged), static_cast<int>(b.arranged));
-    same("expert_alignment", a.expert_alignment, b.expert_alignment);
-    same("max_tokens", a.max_tokens, b.max_tokens);
-    same("device_rows", a.device_rows, b.device_rows);
-    same("device_expert_rows", a.device_expert_rows, b.device_expert_rows);
-    same("adapt_steps", a.adapt_steps, b.adapt_steps);
-    same("sms", a.sms, b.sms);
-    same("local_sms", a.local_sms, b.local_sms);
   }
 }
 
@@ -89,12 +44,15 @@ exchange::state::state(symmetric_heap& given, const exchange_options& wanted)
   const int count = ranks.size();
   agree_on(ranks, "ep::exchange: options", [&] {
     check_options(options, count);
-    if (ranks.node_count() > 1) {
-      throw unsupported(fmt::format("ep::exchange: the ranks are on {} nodes", ranks.node_count()),
-                        "make one exchange for the ranks of each node");
-    }
+    require_one_node(k_name, ranks);
   });
-  check_alike(ranks, options);
+  check_alike(k_name, ranks, options, [](const alike& same, const auto& a, const auto& b) {
+    same("expert_alignment", a.expert_alignment, b.expert_alignment);
+    same("device_rows", a.device_rows, b.device_rows);
+    same("device_expert_rows", a.device_expert_rows, b.device_expert_rows);
+    same("adapt_steps", a.adapt_steps, b.adapt_steps);
+  });
+  shape = common_shape(options, region.view());
   const int local_experts = options.experts / count;
   const auto top_k = static_cast<std::size_t>(options.top_k);
   capacity = static_cast<std::size_t>(count) * options.max_tokens;
@@ -110,8 +68,6 @@ exchange::state::state(symmetric_heap& given, const exchange_options& wanted)
   weight_gradients = {heap, capacity * top_k, nullptr, on_device};
   tokens_of = {heap, capacity, nullptr, on_device};
   const bool fp8 = options.rows == payload::fp8;
-  shape.row_bytes = static_cast<std::uint32_t>(options.hidden * (fp8 ? 1 : 2));
-  shape.scale_count = fp8 ? static_cast<int>(options.hidden / 128) : 0;
   const auto scale_count = static_cast<std::size_t>(shape.scale_count);
   if (fp8) scales = {heap, capacity * scale_count, nullptr, on_device};
   const std::size_t y_bytes = options.hidden * sizeof(std::uint16_t);
@@ -133,17 +89,6 @@ exchange::state::state(symmetric_heap& given, const exchange_options& wanted)
                      options.adapt_steps);
   }
 
-  const symmetric_view view = region.view();
-  shape.base = view.base;
-  shape.stride = view.stride;
-  shape.rank = view.rank;
-  shape.ranks = view.ranks;
-  shape.local_experts = local_experts;
-  shape.top_k = options.top_k;
-  shape.hidden = static_cast<int>(options.hidden);
-  shape.quantize = options.quantize;
-  shape.blocks = options.sms;
-  shape.timeout_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(options.timeout).count());
   shape.flags = flags.offset();
   shape.counts = messages.offset();
   shape.x = x->offset();

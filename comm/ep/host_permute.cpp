@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/ep/host_permute.hpp"
 
-#include "comm/ep/fp8.hpp"
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 namespace evmm::ep {
 
@@ -28,26 +27,12 @@ void for_choices(const ep_shape& shape, const expert_layout& in, std::size_t pla
   const auto top_k = static_cast<std::size_t>(shape.top_k);
   for (std::size_t at = place * top_k; at < (place + 1) * top_k; ++at) {
     if (shape.at<std::int32_t>(shape.rank, shape.experts)[at] < 0) continue;
+    if (in.expert_rows[at] < 0) continue;
     visit(at, static_cast<std::size_t>(in.expert_rows[at]));
   }
 }
 
 }  // namespace
-
-void host_quantize(const bf16* row, std::vector<char>& made, std::vector<float>& scales) {
-  for (std::size_t g = 0; g < scales.size(); ++g) {
-    const bf16* const group = row + g * k_scale_elements;
-    float amax = k_least_amax;
-    for (std::size_t i = 0; i < k_scale_elements; ++i) {
-      amax = std::max(amax, std::fabs(to_float(group[i])));
-    }
-    scales[g] = amax / k_fp8_most;
-    const float by = k_fp8_most / amax;
-    for (std::size_t i = 0; i < k_scale_elements; ++i) {
-      made[g * k_scale_elements + i] = static_cast<char>(to_fp8(to_float(group[i]) * by));
-    }
-  }
-}
 
 void host_place(const ep_shape& shape, const expert_layout& to) {
   const auto experts = static_cast<std::size_t>(shape.local_experts);
@@ -62,6 +47,10 @@ void host_place(const ep_shape& shape, const expert_layout& to) {
     });
   };
   for_all([&](std::size_t, std::size_t expert) { ++count[expert]; });
+  // Groups of a fixed size have room for every token once.
+  if (to.stride != 0) {
+    for (std::int32_t& rows : count) rows = std::min(rows, to.stride);
+  }
   std::int32_t end = 0;
   for (std::size_t e = 0; e < experts; ++e) {
     to.begin[e] = to.stride == 0 ? end : static_cast<std::int32_t>(e) * to.stride;
@@ -73,8 +62,10 @@ void host_place(const ep_shape& shape, const expert_layout& to) {
   host_raise(to.most_rows_on_host, static_cast<std::uint64_t>(end));
   std::vector<std::int32_t> next(to.begin, to.begin + experts);
   for_all([&](std::size_t at, std::size_t expert) {
-    to.row_experts[next[expert]] = static_cast<std::int32_t>(expert);
-    to.expert_rows[at] = next[expert]++;
+    const std::int32_t row = next[expert];
+    const bool fits = to.stride == 0 || row < to.begin[expert] + to.stride;
+    if (fits) to.row_experts[next[expert]++] = static_cast<std::int32_t>(expert);
+    to.expert_rows[at] = fits ? row : -1;
   });
 }
 

@@ -4,14 +4,9 @@
 #include "comm/ep/bf16.hpp"
 #include "comm/ep/ep_shape.hpp"
 
-#include <vector>
-
-// What permute_kernel.cuh does, as host functions, and how rows are quantised.
+// What permute_kernel.cuh does, as host functions.
 
 namespace evmm::ep {
-
-/// A row of bf16 to one of e4m3, and its scales.
-void host_quantize(const bf16* row, std::vector<char>& made, std::vector<float>& scales);
 
 /// A word that only this thread writes becomes at least `value`.
 inline void host_raise(std::uint64_t* word, std::uint64_t value) {

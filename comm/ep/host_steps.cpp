@@ -4,6 +4,7 @@
 #include "comm/ep/bf16.hpp"
 #include "comm/ep/ep_steps.hpp"
 #include "comm/ep/host_permute.hpp"
+#include "comm/ep/host_rows.hpp"
 
 #include <algorithm>
 #include <chrono>
@@ -95,16 +96,11 @@ class host_steps final : public ep_steps {
     const int words = shape.count_words();
     std::fill_n(to.messages, shape.ranks * words, 0);
     for (int t = 0; t < from.count; ++t) {
-      std::uint64_t mask = 0;
+      const std::uint64_t mask = ranks_of(shape, from, t, totals);
       for (int k = 0; k < shape.top_k; ++k) {
         const std::int64_t expert = from.ids[t * shape.top_k + k];
-        if (expert < 0) continue;
-        if (expert >= shape.ranks * shape.local_experts) {
-          signal(totals.wrong_on_host, static_cast<std::uint64_t>(expert) + 1);
-          continue;
-        }
+        if (expert < 0 || expert >= shape.ranks * shape.local_experts) continue;
         const auto r = static_cast<int>(expert) / shape.local_experts;
-        mask |= std::uint64_t{1} << r;
         ++to.messages[r * words + shape.ranks + static_cast<int>(expert) % shape.local_experts];
       }
       to.masks[t] = mask;
@@ -145,38 +141,13 @@ class host_steps final : public ep_steps {
   }
 
   static void run_send(const ep_shape& shape, const token_arrays& from, const plan_arrays& by) {
-    const auto scale_count = static_cast<std::size_t>(shape.scale_count);
-    std::vector<char> row(shape.row_bytes);
-    std::vector<float> scales(scale_count);
+    host_row row(shape);
     for (int t = 0; t < from.count; ++t) {
-      const auto token = static_cast<std::size_t>(t);
-      const char* const given = from.x + token * shape.given_bytes();
-      if (shape.quantize) {
-        host_quantize(reinterpret_cast<const bf16*>(given), row, scales);
-      } else {
-        std::copy_n(given, row.size(), row.data());
-        if (scale_count > 0) {
-          std::copy_n(from.scales + token * scale_count, scale_count, scales.data());
-        }
-      }
+      row.load(from, t);
       for (int r = 0; r < shape.ranks; ++r) {
         if ((by.masks[t] >> r & 1) == 0) continue;
-        const auto to = static_cast<std::size_t>(by.first[r] + by.places[t * shape.ranks + r]);
-        std::copy(row.begin(), row.end(), shape.at<char>(r, shape.x) + to * row.size());
-        std::copy(scales.begin(), scales.end(),
-                  shape.at<float>(r, shape.scales) + to * scale_count);
-        shape.at<std::int32_t>(r, shape.tokens)[to] = t;
-        for (int k = 0; k < shape.top_k; ++k) {
-          const std::int64_t expert = from.ids[t * shape.top_k + k];
-          const bool here = expert >= 0 && expert / shape.local_experts == r;
-          const auto at = to * static_cast<std::size_t>(shape.top_k) + static_cast<std::size_t>(k);
-          shape.at<std::int32_t>(r, shape.experts)[at] =
-              here ? static_cast<std::int32_t>(expert % shape.local_experts) : -1;
-          shape.at<float>(r, shape.weights)[at] = !here ? 0
-                                                  : from.weights == nullptr
-                                                      ? 1
-                                                      : from.weights[t * shape.top_k + k];
-        }
+        row.store(from, t, r,
+                  static_cast<std::size_t>(by.first[r] + by.places[t * shape.ranks + r]));
       }
     }
   }

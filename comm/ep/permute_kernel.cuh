@@ -2,8 +2,10 @@
 #pragma once
 
 #include "comm/ep/bf16_pieces.cuh"
-#include "comm/ep/bulk_copy.cuh"
-#include "comm/ep/meet_peers.cuh"
+#include "comm/ep/choices.cuh"
+#include "comm/ep/send_row.cuh"
+
+#include <climits>
 
 #include <cstddef>
 #include <cstdint>
@@ -15,26 +17,6 @@ namespace evmm::ep {
 constexpr int k_place_warps = 32;
 constexpr int k_permute_warps = 16;
 constexpr int k_unpermute_warps = 16;
-
-/// Whether a row was received at this place.
-__device__ __forceinline__ bool has_row(const row_blocks& rows, int place) {
-  return place % rows.stride < __ldg(rows.filled + place / rows.stride);
-}
-
-/// Calls `visit(k)` for each choice of the row that is `expert`.
-template <class Visit>
-__device__ __forceinline__ void for_choices_of(const std::int32_t* experts, int top_k, int expert,
-                                               Visit&& visit) {
-  for (int first = 0; first < top_k; first += 8) {
-    std::int32_t some[8];
-#pragma unroll
-    for (int k = 0; k < 8; ++k) some[k] = first + k < top_k ? experts[first + k] : -1;
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      if (some[k] == expert) visit(first + k);
-    }
-  }
-}
 
 /// A block an expert. Each warp takes a stretch of the places: counts the choices there first,
 /// then, with the sums of the stretches before, gives each its row.
@@ -84,7 +66,9 @@ __global__ void __launch_bounds__(k_place_warps * 32)
   }
   __syncthreads();
   const int begin = to.stride == 0 ? before_expert : expert * to.stride;
-  const int count = before_stretch[k_place_warps];
+  // Groups of a fixed size have room for every token once.
+  const int most = to.stride == 0 ? INT_MAX : begin + to.stride;
+  const int count = min(before_stretch[k_place_warps], most - begin);
   const int end = begin + padded(count);
   if (thread == 0) {
     to.begin[expert] = begin;
@@ -113,8 +97,9 @@ __global__ void __launch_bounds__(k_place_warps * 32)
     next += __shfl_sync(k_whole_warp, sum, 31);
     if (here == 0) continue;
     for_choices_of(choices_at(place), shape.top_k, expert, [&](int k) {
-      to.row_experts[row] = expert;
-      to.expert_rows[static_cast<std::size_t>(place) * shape.top_k + k] = row++;
+      const bool fits = row < most;
+      if (fits) to.row_experts[row] = expert;
+      to.expert_rows[static_cast<std::size_t>(place) * shape.top_k + k] = fits ? row++ : -1;
     });
   }
 }
@@ -124,26 +109,18 @@ __global__ void __launch_bounds__(k_place_warps * 32)
 __global__ void __launch_bounds__(k_permute_warps * 32)
     permute_kernel(const __grid_constant__ ep_shape shape,
                    const __grid_constant__ expert_layout to) {
-  extern __shared__ __align__(128) char stages[];  // a row for each warp, then their barriers
+  extern __shared__ __align__(128) char shared[];
   const int warps = static_cast<int>(blockDim.x / 32);
-  const int warp = static_cast<int>(threadIdx.x / 32);
   const int lane = static_cast<int>(threadIdx.x % 32);
-  char* const stage = stages + static_cast<std::size_t>(warp) * shape.row_bytes;
-  auto* const loaded =
-      reinterpret_cast<std::uint64_t*>(stages + static_cast<std::size_t>(warps) * shape.row_bytes) +
-      warp;
-  if (lane == 0) {
-    barrier_init(loaded);
-    fence_bulk();
-  }
+  warp_rows stage(shared, shape.row_bytes);
+  if (lane == 0) stage.init();
   __syncwarp();
   const char* const x = shape.at<char>(shape.rank, shape.x);
   const float* const scales = shape.at<float>(shape.rank, shape.scales);
   const auto* const experts = shape.at<std::int32_t>(shape.rank, shape.experts);
   const int places = to.rows.places();
-  std::uint32_t phase = 0;
-  for (int p = static_cast<int>(blockIdx.x) * warps + warp; p < places;
-       p += static_cast<int>(gridDim.x) * warps) {
+  for (int p = static_cast<int>(blockIdx.x) * warps + static_cast<int>(threadIdx.x / 32);
+       p < places; p += static_cast<int>(gridDim.x) * warps) {
     if (!has_row(to.rows, p)) {
       if (to.rows.blocks == 1) break;
       continue;
@@ -151,10 +128,7 @@ __global__ void __launch_bounds__(k_permute_warps * 32)
     const auto place = static_cast<std::size_t>(p);
     bulk_wait_read();
     __syncwarp();
-    if (lane == 0) {
-      barrier_expect(loaded, shape.row_bytes);
-      bulk_load(stage, x + place * shape.row_bytes, shape.row_bytes, loaded);
-    }
+    if (lane == 0) stage.load(x, p);
     int row = -1;
     if (lane < shape.top_k && experts[place * shape.top_k + lane] >= 0) {
       row = to.expert_rows[place * shape.top_k + lane];
@@ -168,29 +142,15 @@ __global__ void __launch_bounds__(k_permute_warps * 32)
           to.scales[static_cast<std::size_t>(at) * shape.scale_count + s] = scale;
       }
     }
-    barrier_wait(loaded, phase);
-    phase ^= 1;
+    stage.wait();
     if (row >= 0) {
-      bulk_store(to.x + static_cast<std::size_t>(row) * shape.row_bytes, stage, shape.row_bytes);
+      bulk_store(to.x + static_cast<std::size_t>(row) * shape.row_bytes, stage.get(),
+                 shape.row_bytes);
     }
     bulk_commit();
   }
   bulk_wait_written();
 }
-
-/// A row's choices, known to all lanes of a warp in turn.
-struct row_choices {
-  int row = -1;  ///< of the choice that is this lane's index
-  float weight = 0;
-  __device__ row_choices(const ep_shape& shape, const expert_layout& in, std::size_t place,
-                         int lane) {
-    if (lane >= shape.top_k) return;
-    const std::size_t at = place * shape.top_k + lane;
-    if (shape.at<std::int32_t>(shape.rank, shape.experts)[at] < 0) return;
-    row = in.expert_rows[at];
-    weight = shape.at<float>(shape.rank, shape.weights)[at];
-  }
-};
 
 /// Each warp takes piece after piece of the places' rows. Sums are FP32, in the order of choices.
 __global__ void __launch_bounds__(k_unpermute_warps * 32)

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include "comm/ep/choices.cuh"
 #include "comm/ep/meet_peers.cuh"
 
 #include <algorithm>
@@ -74,22 +75,6 @@ struct plan_shared {
                      ranks * static_cast<std::size_t>(shape.local_experts) * sizeof(std::int32_t));
   }
 };
-
-/// Calls `visit(expert)` for each choice of a token that is one.
-template <class Visit>
-__device__ __forceinline__ void for_choices(const ep_shape& shape, const token_arrays& from, int t,
-                                            Visit&& visit) {
-  const std::int64_t* const ids = from.ids + static_cast<std::size_t>(t) * shape.top_k;
-  for (int first = 0; first < shape.top_k; first += 8) {
-    std::int64_t some[8];
-#pragma unroll
-    for (int k = 0; k < 8; ++k) some[k] = first + k < shape.top_k ? ids[first + k] : -1;
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      if (some[k] >= 0) visit(some[k]);
-    }
-  }
-}
 
 /// How often the tokens of all blocks but the first chose each expert: the many additions to few
 /// words would take the one block that plans as long as all the rest of it.

@@ -11,15 +11,18 @@ namespace evmm::ep {
 class rank_rows {
  public:
   rank_rows() = default;
-  __device__ rank_rows(const ep_shape& shape, const plan_arrays& by, int t, int lane) {
+  /// `row_of(r)` for each rank.
+  template <class RowOf>
+  __device__ rank_rows(const ep_shape& shape, int lane, const RowOf& row_of) {
 #pragma unroll
     for (int i = 0; i < each; ++i) {
       const int r = lane + 32 * i;
-      if (r >= shape.ranks) continue;
-      const int place = by.places[static_cast<std::size_t>(t) * shape.ranks + r];
-      if (place >= 0) rows_[i] = by.first[r] + place;
+      if (r < shape.ranks) rows_[i] = row_of(r);
     }
   }
+  __device__ rank_rows(const ep_shape& shape, const plan_arrays& by, int t, int lane)
+      : rank_rows(shape, lane,
+                  planned{by.places + static_cast<std::size_t>(t) * shape.ranks, by.first}) {}
   /// The row at rank r, or -1. By all lanes.
   __device__ int of(int r) const {
     const int low = __shfl_sync(k_whole_warp, rows_[0], r % 32);
@@ -41,6 +44,11 @@ class rank_rows {
   }
 
  private:
+  struct planned {
+    const std::int32_t* places;
+    const std::int32_t* first;
+    __device__ int operator()(int r) const { return places[r] < 0 ? -1 : first[r] + places[r]; }
+  };
   static constexpr int each = 2;
   static_assert(each * 32 == ep_shape::most_ranks);
   int rows_[each] = {-1, -1};

@@ -7,14 +7,17 @@
 #include <cstdint>
 #include <vector>
 
-// What ep::exchange promises, as cases that every rank runs side by side; see symmetric_cases.hpp.
+// What the exchanges promise, as cases that every rank runs side by side; see symmetric_cases.hpp.
 
 namespace evmm::test {
 
 const std::vector<symmetric_case>& ep_cases();
+/// The same for ep::low_latency_exchange.
+const std::vector<symmetric_case>& low_latency_cases();
 
 /// `count` exchanges of random shape, routing and contents, each verified, with streams that each
 /// rank delays in its own way.
 void run_random_exchanges(const rank_context& at, std::size_t count, std::uint64_t seed);
+void run_random_low_latency(const rank_context& at, std::size_t count, std::uint64_t seed);
 
 }  // namespace evmm::test

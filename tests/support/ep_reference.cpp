@@ -107,8 +107,12 @@ std::vector<std::int64_t> ep_script::ids(int rank) const {
   for (std::size_t t = 0; t < counts[static_cast<std::size_t>(rank)]; ++t) {
     for (int k = 0; k < options.top_k; ++k) {
       const bool to_hot = hot > 0 && next() % 4 != 0;
-      const auto id =
+      auto id =
           static_cast<std::int64_t>(next() % (to_hot ? static_cast<std::uint64_t>(hot) : experts));
+      const auto begin = all.end() - k;
+      while (distinct && k < options.experts && std::find(begin, all.end(), id) != all.end()) {
+        id = (id + 1) % options.experts;
+      }
       const bool nobody = masked > 0 && next() % static_cast<std::uint64_t>(masked) == 0;
       all.push_back(nobody ? -1 : id);
     }
@@ -168,7 +172,8 @@ bool ep_sent::is_row(const ep_row& row, const std::vector<std::byte>& x,
 }
 
 std::vector<std::uint16_t> combined(const ep_script& script, int rank,
-                                    const std::vector<std::uint16_t>& bias, bool weighted) {
+                                    const std::vector<std::uint16_t>& bias, bool weighted,
+                                    std::uint64_t without) {
   const std::size_t hidden = script.options.hidden;
   const auto top_k = static_cast<std::size_t>(script.options.top_k);
   const int local = script.options.experts / script.ranks;
@@ -179,6 +184,7 @@ std::vector<std::uint16_t> combined(const ep_script& script, int rank,
     sums[i] = ep::to_float({bias[i]});
   }
   for (int at = 0; at < script.ranks; ++at) {
+    if ((without >> at & 1) != 0) continue;
     const auto rows = rows_received(script, at);
     for (std::size_t row = 0; row < rows.size(); ++row) {
       if (rows[row].source != rank) continue;

@@ -18,6 +18,8 @@ struct ep_script {
   std::uint64_t routing_seed = 0;  ///< of ids and weights; 0: as the rest
   /// Experts [0, hot) are chosen three times out of four; 0: all alike.
   int hot = 0;
+  /// No token chooses an expert twice, where there are enough of them.
+  bool distinct = false;
   /// One in so many choices is -1; 0: none.
   int masked = 0;
 
@@ -62,8 +64,9 @@ class ep_sent {
 /// Rows that `rank` receives, in order.
 std::vector<ep_row> rows_received(const ep_script& script, int rank);
 /// What combine gives `rank`: bf16 [count][hidden], with `bias` added when it is not empty. By
-/// expert, weights are applied when `weighted`.
+/// expert, weights are applied when `weighted`. Ranks whose bit is in `without` add nothing.
 std::vector<std::uint16_t> combined(const ep_script& script, int rank,
-                                    const std::vector<std::uint16_t>& bias, bool weighted = true);
+                                    const std::vector<std::uint16_t>& bias, bool weighted = true,
+                                    std::uint64_t without = 0);
 
 }  // namespace evmm::test

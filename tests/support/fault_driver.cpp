@@ -194,7 +194,9 @@ class fault_driver_impl final : public fault_driver {
     return inner_->can_access(from, to);
   }
   std::optional<device_id> current_device() const override { return inner_->current_device(); }
-  void set_current_device(std::optional<device_id> device) override { inner_->set_current_device(device); }
+  void set_current_device(std::optional<device_id> device) override {
+    inner_->set_current_device(device);
+  }
   std::vector<numa_node> numa_nodes() const override { return inner_->numa_nodes(); }
   std::size_t granularity(memory_location where) const override {
     return inner_->granularity(where);

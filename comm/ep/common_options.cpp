@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "comm/ep/common_options.hpp"
+
+namespace evmm::ep {
+
+void require_one_node(const char* who, const bootstrap& ranks) {
+  if (ranks.node_count() == 1) return;
+  throw unsupported(fmt::format("{}: the ranks are on {} nodes", who, ranks.node_count()),
+                    "make one exchange for the ranks of each node");
+}
+
+token_arrays check_tokens(const tokens& from, const token_rules& rules) {
+  const auto refuse = [](const std::string& what, const std::string& help) {
+    throw invalid_argument("cannot send " + what, help);
+  };
+  if (from.count > rules.max_tokens) {
+    refuse(fmt::format("{} tokens: the exchange was made for {}", from.count, rules.max_tokens),
+           "raise max_tokens on all ranks, or send them in parts");
+  }
+  if (from.count > 0) {
+    if (from.x == nullptr || !aligned_rows(from.x)) {
+      refuse(fmt::format("rows at {}", from.x), "give rows aligned to 16 bytes");
+    }
+    if (from.topk_ids == nullptr) {
+      refuse("tokens whose topk_ids is null", "give [tokens][top_k] expert ids");
+    }
+    if (rules.scales && from.scales == nullptr) {
+      refuse("fp8 rows whose scales are null",
+             "give one float for each 128 elements, or rows of bf16 with quantize set");
+    }
+    if (!rules.scales && from.scales != nullptr) {
+      refuse("scales with rows of bf16", "leave them null");
+    }
+  }
+  return {.x = static_cast<const char*>(from.x),
+          .scales = from.scales,
+          .ids = from.topk_ids,
+          .weights = from.topk_weights,
+          .count = static_cast<int>(from.count)};
+}
+
+void check_choices(const ep_totals& totals, int experts) {
+  const std::uint64_t wrong = read_signal(totals.wrong_on_host);
+  if (wrong == 0) return;
+  throw invalid_argument(fmt::format("a token chose expert {}: there are {}", wrong - 1, experts),
+                         "ids run from 0; -1 chooses nobody. The choice was left out");
+}
+
+}  // namespace evmm::ep

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "comm/ep/ep_shape.hpp"
+
+#include <evmm/comm/bootstrap.hpp>
+#include <evmm/ep/exchange.hpp>
+#include <evmm/error.hpp>
+
+#include <fmt/format.h>
+
+#include <cstdint>
+#include <string>
+
+// What both kinds of exchange ask of their options and calls.
+
+namespace evmm::ep {
+
+inline bool aligned_rows(const void* at) {
+  return reinterpret_cast<std::uintptr_t>(at) % 16 == 0;
+}
+
+/// Throws unsupported when the ranks are on several nodes.
+void require_one_node(const char* who, const bootstrap& ranks);
+
+/// What the tokens of a call must be like.
+struct token_rules {
+  std::size_t max_tokens = 0;
+  bool scales = false;  ///< whether the user gives them
+};
+/// Throws invalid_argument.
+token_arrays check_tokens(const tokens& from, const token_rules& rules);
+/// Throws invalid_argument when a token chose an expert that there is not.
+void check_choices(const ep_totals& totals, int experts);
+
+/// Throws invalid_argument for options that cannot be.
+template <class Options>
+void check_common_options(const char* who, const Options& given, int ranks) {
+  const auto refuse = [&](const std::string& what, const std::string& help) {
+    throw invalid_argument(std::string(who) + ": " + what, help);
+  };
+  if (ranks > ep_shape::most_ranks) {
+    refuse(fmt::format("{} ranks", ranks),
+           fmt::format("at most {} can exchange", ep_shape::most_ranks));
+  }
+  if (given.experts < 1 || given.experts % ranks != 0) {
+    refuse(fmt::format("experts is {}, with {} ranks", given.experts, ranks),
+           "give a multiple of the number of ranks");
+  }
+  if (given.top_k < 1 || given.top_k > 32) {
+    refuse(fmt::format("top_k is {}", given.top_k), "give 1 to 32");
+  }
+  if (given.hidden == 0 || given.hidden % 128 != 0 || given.hidden > 32768) {
+    refuse(fmt::format("hidden is {}", given.hidden), "give a multiple of 128, at most 32,768");
+  }
+  if (given.quantize && given.rows != payload::fp8) {
+    refuse("quantize is set for rows of bf16", "rows = payload::fp8 are quantised");
+  }
+  if (given.sms < 1) refuse(fmt::format("sms is {}", given.sms), "give 1 or more");
+  if (given.local_sms < 0) {
+    refuse(fmt::format("local_sms is {}", given.local_sms), "give 0 or more");
+  }
+  if (given.timeout.count() <= 0) {
+    refuse("the timeout is not positive", "give milliseconds above 0");
+  }
+}
+
+/// Compares options that every rank must give alike with those of rank 0.
+class alike {
+ public:
+  alike(const char* who, std::size_t rank) : who_(who), rank_(rank) {}
+  template <class T>
+  void operator()(const char* option, const T& of_first, const T& of_other) const {
+    if (of_first == of_other) return;
+    throw invalid_argument(fmt::format("{}: {} is {} on rank 0 and {} on rank {}", who_, option,
+                                       of_first, of_other, rank_),
+                           "give every rank the same");
+  }
+
+ private:
+  const char* who_;
+  std::size_t rank_;
+};
+
+/// Collective: compares what all options share, then calls `more(same, first, other)` for the rest.
+template <class Options, class More>
+void check_alike(const char* who, bootstrap& ranks, const Options& mine, const More& more) {
+  const auto all = ranks.all_gather_value(mine, "ep: options of all");
+  for (std::size_t r = 1; r < all.size(); ++r) {
+    const alike same(who, r);
+    const Options &a = all[0], &b = all[r];
+    same("experts", a.experts, b.experts);
+    same("top_k", a.top_k, b.top_k);
+    same("hidden", a.hidden, b.hidden);
+    same("rows", static_cast<int>(a.rows), static_cast<int>(b.rows));
+    same("quantize", a.quantize, b.quantize);
+    same("arranged", static_cast<int>(a.arranged), static_cast<int>(b.arranged));
+    same("max_tokens", a.max_tokens, b.max_tokens);
+    same("sms", a.sms, b.sms);
+    same("local_sms", a.local_sms, b.local_sms);
+    more(same, a, b);
+  }
+}
+
+/// All of a shape but its buffers.
+template <class Options>
+ep_shape common_shape(const Options& options, const symmetric_view& view) {
+  const bool fp8 = options.rows == payload::fp8;
+  ep_shape shape;
+  shape.base = view.base;
+  shape.stride = view.stride;
+  shape.rank = view.rank;
+  shape.ranks = view.ranks;
+  shape.local_experts = options.experts / view.ranks;
+  shape.top_k = options.top_k;
+  shape.hidden = static_cast<int>(options.hidden);
+  shape.row_bytes = static_cast<std::uint32_t>(options.hidden * (fp8 ? 1 : 2));
+  shape.scale_count = fp8 ? static_cast<int>(options.hidden / 128) : 0;
+  shape.quantize = options.quantize;
+  shape.blocks = options.sms;
+  shape.timeout_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(options.timeout).count());
+  return shape;
+}
+
+}  // namespace evmm::ep

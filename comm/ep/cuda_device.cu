@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "comm/ep/cuda_device.cuh"
+
+#include <evmm/error.hpp>
+
+#include <string>
+
+namespace evmm::ep {
+
+namespace {
+
+/// Room for what the kernels declare themselves.
+constexpr int k_static_shared = 1024;
+
+int attribute(int device, cudaDeviceAttr which) {
+  int value = 0;
+  check_cuda(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
+  return value;
+}
+
+}  // namespace
+
+void check_cuda(cudaError_t code, const char* call) {
+  if (code == cudaSuccess) return;
+  (void)cudaGetLastError();
+  throw driver_error(std::string(call) + ": " + cudaGetErrorString(code), {}, code);
+}
+
+void require_bulk_copies(int device) {
+  check_cuda(cudaSetDevice(device), "cudaSetDevice");
+  const int major = attribute(device, cudaDevAttrComputeCapabilityMajor);
+  if (major >= 9) return;
+  throw unsupported("the kernels of evmm::ep copy in bulk, which DEVICE " + std::to_string(device) +
+                        " (compute capability " + std::to_string(major) + ") cannot",
+                    "use a GPU of compute capability 9.0 or later");
+}
+
+int checked_sms(int device, const char* option, int sms) {
+  const int all = attribute(device, cudaDevAttrMultiProcessorCount);
+  if (sms <= all) return sms == 0 ? all : sms;
+  throw invalid_argument(std::string(option) + " is " + std::to_string(sms) + ": DEVICE " +
+                         std::to_string(device) + " has " + std::to_string(all));
+}
+
+std::size_t allow_shared(int device, const void* kernel) {
+  const int most = attribute(device, cudaDevAttrMaxSharedMemoryPerBlockOptin) - k_static_shared;
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
+             "cudaFuncSetAttribute");
+  return static_cast<std::size_t>(most);
+}
+
+}  // namespace evmm::ep

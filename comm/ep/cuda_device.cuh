@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+// What the launches of kernels share.
+
+namespace evmm::ep {
+
+/// Throws driver_error.
+void check_cuda(cudaError_t code, const char* call);
+/// Makes the device the thread's and sees that the kernels run on it: throws unsupported below
+/// compute capability 9.0.
+void require_bulk_copies(int device);
+/// `sms`, or all for 0. Throws invalid_argument naming the option when there are fewer.
+int checked_sms(int device, const char* option, int sms);
+/// Dynamic shared memory that the kernels of `ep` may have in a block, and lets `kernel` have it.
+std::size_t allow_shared(int device, const void* kernel);
+
+/// Memory of the device, all zero at first.
+template <class T>
+class device_words {
+ public:
+  explicit device_words(std::size_t count) {
+    check_cuda(cudaMalloc(&at_, count * sizeof(T)), "cudaMalloc");
+    check_cuda(cudaMemset(at_, 0, count * sizeof(T)), "cudaMemset");
+    check_cuda(cudaDeviceSynchronize(), "cudaMemset");
+  }
+  device_words(const device_words&) = delete;
+  device_words& operator=(const device_words&) = delete;
+  ~device_words() { (void)cudaFree(at_); }
+  T* get() const { return at_; }
+
+ private:
+  T* at_ = nullptr;
+};
+
+/// Warps of a block that each hold a row in shared memory; see warp_rows.
+struct rows_in_shared {
+  unsigned warps;
+  std::size_t bytes;
+  rows_in_shared(std::size_t row_bytes, std::size_t most_warps, std::size_t most_bytes) {
+    const std::size_t a_warp = row_bytes + sizeof(std::uint64_t);
+    warps = static_cast<unsigned>(std::clamp<std::size_t>(most_bytes / a_warp, 1, most_warps));
+    bytes = warps * a_warp;
+  }
+};
+
+}  // namespace evmm::ep

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "comm/ep/ep_shape.hpp"
+
+#include <evmm/driver.hpp>
+
+#include <memory>
+
+namespace evmm::ep {
+
+/// The steps of a low-latency exchange, enqueued on a stream; see ep_steps.hpp. `set` names the
+/// buffers that a step uses, 0 or 1, which count their rounds apart.
+class low_latency_steps {
+ public:
+  virtual ~low_latency_steps() = default;
+
+  /// Stores the tokens' rows at their ranks and tells them; with `wait`, then waits as below.
+  virtual void issue_dispatch(int set, const ep_shape& shape, const low_latency_slot& slot,
+                              const token_arrays& from, const ep_totals& totals, bool wait,
+                              native_stream stream) = 0;
+  /// Until every living rank's rows are here.
+  virtual void wait_dispatch(int set, const ep_shape& shape, const low_latency_slot& slot,
+                             const ep_totals& totals, native_stream stream) = 0;
+  /// Stores what the experts made of the rows that came, summed by weight when `by_expert`, where
+  /// they came from; with `to`, then waits and sums as below. `rows` are about as many.
+  virtual void issue_combine(int set, const ep_shape& shape, const low_latency_slot& slot,
+                             const expert_layout& made, bool by_expert, int count,
+                             const combine_output* to, const ep_totals& totals,
+                             native_stream stream) = 0;
+  /// Until every living rank's are here; sums them for each of the `count` tokens.
+  virtual void wait_combine(int set, const ep_shape& shape, const low_latency_slot& slot,
+                            const expert_layout& made, int count, const combine_output& to,
+                            const ep_totals& totals, native_stream stream) = 0;
+};
+
+std::unique_ptr<low_latency_steps> make_host_low_latency_steps(driver& on);
+/// Throws unsupported in a build without CUDA.
+std::unique_ptr<low_latency_steps> make_cuda_low_latency_steps(device_id device, int sms);
+
+}  // namespace evmm::ep

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <evmm/ep/exchange.hpp>
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace [[gnu::visibility("default")]] evmm {
+namespace ep {
+
+/// What a low-latency exchange is made from; equal on all ranks, but for `timeout`.
+struct low_latency_options {
+  /// As in exchange_options.
+  int experts = 0;
+  int top_k = 8;
+  std::size_t hidden = 0;
+  payload rows = payload::fp8;
+  bool quantize = true;
+  /// by_expert: groups have room for every token of every rank once, and choices of an expert that
+  /// the token chose before are left out when it is full.
+  layout arranged = layout::by_source;
+  /// Most tokens that a rank dispatches at once, up to 1,024. Receive buffers hold this many of
+  /// every rank, twice.
+  std::size_t max_tokens = 128;
+  /// Multiprocessors that a dispatch or a combine occupies while it sends; a wait takes one.
+  int sms = 24;
+  int local_sms = 0;
+  /// After this a rank that did not come counts as dead.
+  std::chrono::milliseconds timeout = std::chrono::seconds(10);
+};
+
+/// What a rank received, in device memory. Rows of source s lie at [s][0, source_rows[s]), in the
+/// order of its tokens. A plain struct, for kernels.
+struct low_latency_received {
+  /// By source [ranks][max_tokens][hidden]; by expert [local experts][ranks x max_tokens][hidden],
+  /// each group filled from its front: what a masked grouped GEMM takes.
+  void* x = nullptr;
+  float* scales = nullptr;                      ///< for fp8: as x, with [hidden / 128]
+  std::int32_t* experts = nullptr;              ///< [ranks][max_tokens][top_k], or -1
+  float* weights = nullptr;                     ///< the same; 0 where experts is -1
+  std::int32_t* tokens = nullptr;               ///< [ranks][max_tokens]: index at the source
+  const std::int32_t* source_rows = nullptr;    ///< [ranks]; 0 for a dead one
+  const std::int32_t* expert_rows = nullptr;    ///< by expert: each choice's row, as experts
+  const std::int32_t* expert_tokens = nullptr;  ///< by expert [local experts]: rows of each group
+};
+
+/// Expert-parallel dispatch and combine for decoding: one step each way, no count is awaited before
+/// rows are sent.
+///
+/// Every rank has a place for every other's rows, so that a sender knows where they go without
+///   asking. There are two sets of buffers, used in turn: two dispatches may be under way at once,
+///   as when the halves of a batch overlap. Each way is split: issue() sends, wait() waits; between
+///   them nothing occupies a multiprocessor.
+/// Order on each rank: a dispatch's rows must have been read by work that comes before its
+///   issue_combine() on that stream (or, if it is not combined, before the next issue_dispatch()),
+///   since that tells the peers that its buffers may be written again. The calls below refuse what
+///   they can see to break it.
+/// Threads, streams, graphs: as ep::exchange. A captured graph holds each dispatch with its
+/// combine. Errors: what the CPU can see is an invalid_argument before anything is enqueued. A rank
+/// that does
+///   not come within `timeout` is dead from then on: it is sent nothing, waited for no more, and
+///   its part in sums is left out; the calls go on without it. dead_ranks() tells. To bring it
+///   back, make a new exchange.
+class low_latency_exchange {
+ public:
+  /// One dispatch under way: which buffers it uses.
+  class round {
+   public:
+    /// Tokens of this rank in it.
+    std::size_t tokens() const noexcept { return count_; }
+
+   private:
+    friend class low_latency_exchange;
+    std::uint64_t number_ = 0;
+    std::size_t count_ = 0;
+  };
+
+  /// Collective, as exchange.
+  low_latency_exchange(symmetric_heap& heap, const low_latency_options& options);
+  ~low_latency_exchange();
+  low_latency_exchange(const low_latency_exchange&) = delete;
+  low_latency_exchange& operator=(const low_latency_exchange&) = delete;
+
+  /// Sends each token to the ranks of its experts. Throws invalid_argument for more than max_tokens
+  /// and while the dispatch before the last is not over.
+  round issue_dispatch(const tokens& from, native_stream stream);
+  /// Until its rows have come.
+  low_latency_received wait_dispatch(const round& of, native_stream stream);
+  /// Where the user writes what the experts made of a dispatch: bf16, laid as `x` was received;
+  /// weights applied by source, not applied by expert.
+  void* combine_buffer(const round& of) const;
+  /// Sends it back to where the tokens came from.
+  void issue_combine(const round& of, native_stream stream);
+  /// Until it has come; sums it as exchange::combine().
+  void wait_combine(const round& of, void* out, const void* bias, native_stream stream);
+
+  /// Both at once, faster than one after the other.
+  low_latency_received dispatch(const tokens& from, round& of, native_stream stream);
+  void combine(const round& of, void* out, const void* bias, native_stream stream);
+
+  /// Bit r: rank r did not come in time, as far as work that has run has found out.
+  std::uint64_t dead_ranks() const;
+  /// Throws invalid_argument when a token chose an expert that there is not.
+  void check();
+
+  const low_latency_options& options() const noexcept;
+
+ private:
+  struct state;
+  std::unique_ptr<state> state_;
+};
+
+}  // namespace ep
+}  // namespace evmm
