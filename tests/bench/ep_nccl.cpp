@@ -37,29 +37,13 @@ void check(int code, const char* call) {
   throw driver_error(fmt::format("{}: {}", call, load_nccl().api.error_string(code)), {}, code);
 }
 
-/// Rows that lie before those from or to `rank`.
-std::size_t rows_before(const ep_routing& routing, int mine, int rank, bool sent) {
-  std::size_t sum = 0;
-  for (int r = 0; r < rank; ++r) sum += sent ? routing.rows(mine, r) : routing.rows(r, mine);
-  return sum;
-}
-
 }  // namespace
 
 nccl_exchange::nccl_exchange(const job& at, const ep_job& mine)
     : job_(mine), rank_(at.ranks->rank().value), on_(communicator(at)) {
   const ep_routing& routing = mine.routing;
-  const auto ranks = static_cast<std::size_t>(routing.ranks());
-  std::vector<std::int32_t> tokens;
-  std::vector<std::int32_t> slots(routing.tokens() * ranks, -1);
-  for (std::size_t to = 0; to < ranks; ++to) {
-    for (std::size_t t = 0; t < routing.tokens(); ++t) {
-      if (!routing.goes(rank_, t, static_cast<int>(to))) continue;
-      slots[t * ranks + to] = static_cast<std::int32_t>(tokens.size());
-      tokens.push_back(static_cast<std::int32_t>(t));
-    }
-  }
-  tokens_ = cuda_array(tokens);
+  const auto slots = routing.send_slots(rank_);
+  tokens_ = cuda_array(routing.send_tokens(rank_));
   slots_ = cuda_array(slots);
   weights_ = cuda_array(std::vector<float>(slots.size(), 1.0f));
   const std::size_t sent = routing.sent(rank_);
@@ -71,7 +55,7 @@ nccl_exchange::nccl_exchange(const job& at, const ep_job& mine)
   received_scales_ = cuda_array(received * scales);
   results_ = cuda_array(received * ep_job::combined_bytes());
   returned_ = cuda_array(sent * ep_job::combined_bytes());
-  const std::size_t self = rows_before(routing, rank_, rank_, true);
+  const std::size_t self = routing.sent_before(rank_, rank_);
   order_ = {.tokens = tokens_.at<std::int32_t>(),
             .slots = slots_.at<std::int32_t>(),
             .weights = weights_.at<float>(),
@@ -90,8 +74,8 @@ void nccl_exchange::all_to_all(const void* from, void* to, std::size_t row_bytes
     if (peer == rank_) continue;
     const std::size_t out = routing.rows(rank_, peer);
     const std::size_t in = routing.rows(peer, rank_);
-    const std::size_t out_at = rows_before(routing, rank_, peer, true);
-    const std::size_t in_at = rows_before(routing, rank_, peer, false);
+    const std::size_t out_at = routing.sent_before(rank_, peer);
+    const std::size_t in_at = routing.received_before(rank_, peer);
     const std::size_t sends = back ? in : out;
     const std::size_t receives = back ? out : in;
     if (sends > 0) {
@@ -110,7 +94,7 @@ void nccl_exchange::all_to_all(const void* from, void* to, std::size_t row_bytes
 void nccl_exchange::dispatch(native_stream stream) {
   const std::size_t row = job_.row_bytes();
   const std::size_t scales = job_.scale_count() * sizeof(float);
-  const std::size_t self = rows_before(job_.routing, rank_, rank_, false);
+  const std::size_t self = job_.routing.received_before(rank_, rank_);
   permute_rows(job_.x.local(), sent_.at(), received_.at(self * row), row, order_, stream);
   if (scales > 0) {
     permute_rows(job_.scales.local(), sent_scales_.at(), received_scales_.at(self * scales), scales,
@@ -135,7 +119,7 @@ void nccl_exchange::combine(native_stream stream) {
   check(nccl.group_start(), "ncclGroupStart");
   all_to_all(results_.at(), returned_.at(), row, true, stream);
   check(nccl.group_end(), "ncclGroupEnd");
-  const std::size_t self = rows_before(job_.routing, rank_, rank_, false);
+  const std::size_t self = job_.routing.received_before(rank_, rank_);
   reduce_rows(returned_.at(), results_.at(self * row), job_.out.local(), k_hidden, order_, stream);
 }
 

@@ -101,7 +101,8 @@ std::span<const std::uint64_t> ep_routing::masks(int rank) const {
 }
 
 std::size_t ep_routing::rows(int from, int to) const {
-  return rows_[static_cast<std::size_t>(from * ranks_ + to)];
+  return rows_[static_cast<std::size_t>(from) * static_cast<std::size_t>(ranks_) +
+               static_cast<std::size_t>(to)];
 }
 
 std::size_t ep_routing::sent(int rank) const {
@@ -124,6 +125,40 @@ std::size_t ep_routing::received_at_most() const {
 
 std::size_t ep_routing::received_in_all() const {
   return std::accumulate(rows_.begin(), rows_.end(), std::size_t{0});
+}
+
+std::size_t ep_routing::sent_before(int rank, int to) const {
+  std::size_t sum = 0;
+  for (int r = 0; r < to; ++r) sum += rows(rank, r);
+  return sum;
+}
+
+std::size_t ep_routing::received_before(int rank, int from) const {
+  std::size_t sum = 0;
+  for (int r = 0; r < from; ++r) sum += rows(r, rank);
+  return sum;
+}
+
+std::vector<std::int32_t> ep_routing::send_tokens(int rank) const {
+  std::vector<std::int32_t> tokens;
+  for (int to = 0; to < ranks_; ++to) {
+    for (std::size_t t = 0; t < tokens_; ++t) {
+      if (goes(rank, t, to)) tokens.push_back(static_cast<std::int32_t>(t));
+    }
+  }
+  return tokens;
+}
+
+std::vector<std::int32_t> ep_routing::send_slots(int rank) const {
+  const auto ranks = static_cast<std::size_t>(ranks_);
+  std::vector<std::int32_t> slots(tokens_ * ranks, -1);
+  std::int32_t next = 0;
+  for (std::size_t to = 0; to < ranks; ++to) {
+    for (std::size_t t = 0; t < tokens_; ++t) {
+      if (goes(rank, t, static_cast<int>(to))) slots[t * ranks + to] = next++;
+    }
+  }
+  return slots;
 }
 
 std::size_t ep_routing::spilled(std::size_t device_rows) const {

@@ -48,6 +48,15 @@ class ep_routing {
   std::size_t received_at_most() const;  ///< by the busiest rank
   std::size_t received_in_all() const;
 
+  /// Where rows begin when a rank sends them in order of their receivers, then of their tokens, and
+  /// receives them in order of their sources.
+  std::size_t sent_before(int rank, int to) const;
+  std::size_t received_before(int rank, int from) const;
+  /// In that order: whose row it is, [sent(rank)].
+  std::vector<std::int32_t> send_tokens(int rank) const;
+  /// And where a token's rows are in it: [tokens][ranks], -1 for none.
+  std::vector<std::int32_t> send_slots(int rank) const;
+
   /// With so many rows of DEVICE memory on each rank, how many rows of all ranks lie beyond.
   std::size_t spilled(std::size_t device_rows) const;
   /// The fewest rows of DEVICE memory with which at most `share` of all rows lie beyond.

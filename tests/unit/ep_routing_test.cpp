@@ -10,6 +10,8 @@
 #include <cstdint>
 #include <set>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace evmm::bench {
 namespace {
@@ -71,6 +73,47 @@ TEST(EpRouting, BalancedPutsBusyExpertsOnDifferentRanks) {
   EXPECT_EQ(in_order.received(0), 7u);
   EXPECT_EQ(in_order.received(1), 2u);
   EXPECT_EQ(balanced.received(0), balanced.received(1));
+}
+
+// Rows as NCCL's peer moves them: sent in order of receivers, received in order of sources.
+TEST(EpRouting, OrderOfSendingLeadsToTheOrderOfReceiving) {
+  constexpr int ranks = 3;
+  const auto chosen =
+      moe::generate_routing({.experts = 12, .top_k = 2, .tokens = ranks * 40, .skew = 1});
+  const ep_routing routing(chosen, ranks, 40, placement::in_order);
+  using row = std::pair<int, std::int32_t>;  // source, token
+  std::vector<std::vector<row>> received(ranks);
+  for (int from = 0; from < ranks; ++from) {
+    const auto tokens = routing.send_tokens(from);
+    ASSERT_EQ(tokens.size(), routing.sent(from));
+    for (int to = 0; to < ranks; ++to) {
+      auto& at = received[static_cast<std::size_t>(to)];
+      ASSERT_EQ(at.size(), routing.received_before(to, from));
+      for (std::size_t i = 0; i < routing.rows(from, to); ++i) {
+        at.emplace_back(from, tokens[routing.sent_before(from, to) + i]);
+      }
+    }
+    const auto slots = routing.send_slots(from);
+    for (std::size_t t = 0; t < routing.tokens(); ++t) {
+      for (int to = 0; to < ranks; ++to) {
+        const std::int32_t slot = slots[t * ranks + static_cast<std::size_t>(to)];
+        ASSERT_EQ(slot >= 0, routing.goes(from, t, to));
+        if (slot < 0) continue;
+        EXPECT_EQ(tokens[static_cast<std::size_t>(slot)], static_cast<std::int32_t>(t));
+        EXPECT_GE(static_cast<std::size_t>(slot), routing.sent_before(from, to));
+        EXPECT_LT(static_cast<std::size_t>(slot), routing.sent_before(from, to + 1));
+      }
+    }
+  }
+  for (int to = 0; to < ranks; ++to) {
+    std::vector<row> expected;
+    for (int from = 0; from < ranks; ++from) {
+      for (std::size_t t = 0; t < routing.tokens(); ++t) {
+        if (routing.goes(from, t, to)) expected.emplace_back(from, static_cast<std::int32_t>(t));
+      }
+    }
+    EXPECT_EQ(received[static_cast<std::size_t>(to)], expected);
+  }
 }
 
 TEST(EpRouting, DeviceRowsFollowFromTheShareThatSpills) {
