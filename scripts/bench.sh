@@ -50,7 +50,10 @@ plots_of() {
 # What stands below an area's table: figures of peers that cannot be run here.
 references_of() {
   case $1 in
-    ep) cat "$evmm_root/tests/bench/results/h200x4_deepep.txt" ;;
+    ep)
+      echo
+      cat "$evmm_root/tests/bench/results/h200x4_deepep.txt"
+      ;;
   esac
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/bench/ep_job.hpp"
 
+#include <evmm/error.hpp>
 #include <evmm/units.hpp>
 
 #include <fmt/format.h>
@@ -40,6 +41,10 @@ const ep_routing& routing_of(const routing_choice& choice, int ranks, std::size_
 }
 
 symmetric_region make_region(const job& at, const ep_case& wanted) {
+  if (at.on->info().kind != driver_kind::cuda) {
+    throw unsupported("the steps are measured as kernels, and there is no GPU",
+                      "run it where there is one, a rank a GPU");
+  }
   const auto rows = static_cast<std::size_t>(at.ranks->size()) * wanted.tokens;
   return {at.ranks, at.on, {.device = at.device, .reserve = 8_GiB + rows * k_hidden * 6}};
 }
