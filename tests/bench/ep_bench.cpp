@@ -27,7 +27,7 @@ std::size_t wrong_counts(const ep::row_counts& counts, const ep_routing& routing
                          std::size_t device_rows) {
   const std::size_t rows = routing.received(rank);
   std::size_t wrong = counts.rows != rows;
-  wrong += counts.spilled != (device_rows == 0 ? 0 : rows - std::min(rows, device_rows));
+  wrong += counts.spilled != rows - std::min(rows, device_rows);
   for (int r = 0; r < routing.ranks(); ++r) {
     wrong += counts.by_source[static_cast<std::size_t>(r)] != routing.rows(r, rank);
   }
@@ -37,10 +37,8 @@ std::size_t wrong_counts(const ep::row_counts& counts, const ep_routing& routing
 /// What lies where, of all ranks.
 void report_memory(benchmark::State& state, const ep_job& mine, std::size_t device_rows,
                    std::size_t host_bytes, std::size_t bytes_a_row) {
-  const std::size_t capacity =
-      static_cast<std::size_t>(mine.routing.ranks()) * mine.routing.tokens();
-  const std::size_t spilled = mine.routing.spilled(device_rows == 0 ? capacity : device_rows);
-  state.counters["device_rows"] = static_cast<double>(device_rows == 0 ? capacity : device_rows);
+  const std::size_t spilled = mine.routing.spilled(device_rows);
+  state.counters["device_rows"] = static_cast<double>(device_rows);
   state.counters["spilled_rows"] = static_cast<double>(spilled);
   state.counters["spilled_MB"] = static_cast<double>(spilled * bytes_a_row) * 1e-6;
   state.counters["spilled"] =
@@ -76,7 +74,8 @@ void measure_exchange(benchmark::State& state, const job& at, const ep_case& wan
                             .tokens = got.tokens,
                             .experts = got.experts,
                             .weights = got.weights}) +
-           wrong_counts(exchange.counts(), routing, static_cast<int>(rank), mine.device_rows());
+           wrong_counts(exchange.counts(), routing, static_cast<int>(rank),
+                        exchange.options().device_rows);
   };
   const auto combine = [&] { exchange.combine(plan, mine.out.local(), nullptr, stream); };
 
@@ -108,7 +107,7 @@ void measure_exchange(benchmark::State& state, const job& at, const ep_case& wan
   exchange.check();
   if (mine.refuse(state, wrong, "after the rounds")) return;
   state.counters["sms"] = wanted.sms;
-  report_memory(state, mine, mine.device_rows(), host_bytes, bytes);
+  report_memory(state, mine, exchange.options().device_rows, host_bytes, bytes);
   at.ranks->barrier("bench: done");
 }
 
@@ -141,7 +140,7 @@ void measure_nccl(benchmark::State& state, const job& at, const ep_case& wanted,
   if (const auto most = environment_integer("NCCL_MAX_CTAS", 1, 1024)) {
     state.counters["sms"] = static_cast<double>(*most);
   }
-  report_memory(state, mine, 0, 0, bytes);
+  report_memory(state, mine, mine.routing.received_at_most(), 0, bytes);
   state.SetLabel(nccl.version());
   at.ranks->barrier("bench: done");
 }
