@@ -20,7 +20,8 @@ leaves its numbers as JSON, and a plot where Python has matplotlib. The peers th
   -j, --jobs N    parallel compilations; default: all cores
   -h, --help      this text
 
-Without a GPU the host driver is measured: its times say nothing about a GPU.
+Without a GPU the host driver is measured: its times say nothing about a GPU. `ep` needs GPUs;
+EVMM_ROUTING names its recorded routings, a file or a folder of *.csv.gz.
 Example: scripts/bench.sh memory -- --benchmark_filter=create
 TEXT
 }
@@ -37,9 +38,25 @@ plots_of() {
       echo '_own_streams --filter ^own_streams/ --argument threads --metric items_per_second --title pairs/s'
       echo '_shared_stream --filter ^shared_stream/ --argument threads --metric items_per_second --title pairs/s'
       ;;
+    ep)
+      echo '_tokens --filter ^ep/[a-z0-9_]+(/sms:24)?/iterations --argument tokens --metric median_us --title us'
+      echo '_sms --filter ^ep/[a-z0-9_]+/tokens:[0-9]+/iterations --argument sms --metric physical_GBps --title GB/s --linear'
+      echo '_spill --filter ^ep/ --argument spill --metric logical_GBps --title GB/s --linear'
+      ;;
     *) echo '-' ;;
   esac
 }
+
+# What stands below an area's table: figures of peers that cannot be run here.
+references_of() {
+  case $1 in
+    ep)
+      echo
+      cat "$evmm_root/tests/bench/results/h200x4_deepep.txt"
+      ;;
+  esac
+}
+
 wanted=()
 list=false
 plot=true
@@ -85,7 +102,7 @@ done
 # a mistyped one is known before anything is built.
 mapfile -t areas < <(grep -ohE '^ *[a-z_]*\(evmm_bench_[a-z0-9_]+' \
   "$evmm_root/tests/bench/CMakeLists.txt" 2>/dev/null |
-  sed 's/.*(evmm_bench_//' | grep -vxE 'support|torch' | awk '!seen[$0]++')
+  sed 's/.*(evmm_bench_//' | grep -vxE 'support|job|torch' | awk '!seen[$0]++')
 if $list; then
   [ ${#areas[@]} -eq 0 ] || printf '%s\n' "${areas[@]}"
   exit 0
@@ -108,6 +125,8 @@ targets=()
 for area in "${wanted[@]}"; do targets+=("evmm_bench_$area"); done
 build_preset release "$jobs" "${targets[@]}" || exit 1
 mpi_environment
+# Neither windows nor send and receive use multicast, which not every machine that has it allows.
+export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
 out=${out:-$evmm_root/build/release/bench}
 mkdir -p "$out"
 
@@ -151,6 +170,11 @@ measure_more() { # AREA ARGUMENTS...
 }
 
 for area in "${wanted[@]}"; do
+  program=$evmm_root/build/release/bin/evmm_bench_$area
+  if ! [ -x "$program" ]; then
+    say "$area: not measured, since it needs CUDA and this build has none"
+    continue
+  fi
   json=$out/$area.json
   results=("$json")
   launch=()
@@ -158,13 +182,14 @@ for area in "${wanted[@]}"; do
     launch=(mpirun -np "$ranks" --oversubscribe --bind-to none)
   fi
   say "measuring $area"
-  if ! "${launch[@]}" "$evmm_root/build/release/bin/evmm_bench_$area" \
+  if ! "${launch[@]}" "$program" \
     --benchmark_color=false --benchmark_out="$json" --benchmark_out_format=json "$@" </dev/null |
     tee "$out/$area.txt"; then
     warn "the benchmarks of $area failed; what they said is above"
     failures+=("$area")
     continue
   fi
+  references_of "$area" | tee -a "$out/$area.txt"
   say "$area: table $out/$area.txt, numbers $json"
   measure_more "$area" "$@"
   if $plots; then

@@ -99,7 +99,8 @@ def draw(options, runs, machine):
     if not sizes:
         print(f"plot_bench: no case matches and has '{options.metric}'", file=sys.stderr)
         sys.exit(3)
-    axes.set_xscale("log", base=2)
+    if min(sizes) > 0:
+        axes.set_xscale("log", base=2)
     axes.set_xticks(sorted(sizes))
     axes.xaxis.set_minor_locator(NullLocator())
     if options.argument == "bytes":

@@ -1,188 +1,250 @@
 // SPDX-License-Identifier: Apache-2.0
 // Expert-parallel dispatch and combine: from the user's rows to rows that the user's next kernel
-// can read. Run under mpirun, one rank a GPU; rank 0 reports the slowest rank of each round.
-#include "tests/bench/bench_support.hpp"
-#include "tests/bench/ep_kernels.hpp"
-#include "tests/bench/job_support.hpp"
+// can read, beside NCCL's send and receive with the permutation that they need. Run under mpirun,
+// one rank a GPU; rank 0 reports the slowest rank of each round.
+#include "lib/support/environment.hpp"
+#include "tests/bench/ep_job.hpp"
+#include "tests/bench/ep_nccl.hpp"
+#include "tests/bench/ep_table.hpp"
 
-#include <evmm/comm/symmetric_buffer.hpp>
-#include <evmm/ep/exchange.hpp>
-#include <evmm/units.hpp>
+#include <fmt/format.h>
 
 #include <algorithm>
-#include <bit>
-#include <random>
+#include <chrono>
 #include <string>
 #include <vector>
 
 namespace evmm::bench {
 namespace {
 
-using namespace evmm::units;
-
-constexpr int k_rounds = 30;
-constexpr int k_experts = 256;
-constexpr int k_top_k = 8;
-constexpr std::size_t k_hidden = 7168;
-
-struct ep_case {
-  std::size_t tokens = 4096;
-  ep::payload rows = ep::payload::bf16;
-  int sms = 24;
-  double spilled = 0;  ///< of the rows that come, the part beyond device_rows
-};
-
-/// One rank's tensors and its exchange.
-struct ep_job {
-  ep_job(const job& at, const ep_case& wanted)
-      : heap(symmetric_region(
-                 at.ranks, at.on,
-                 {.device = at.device, .reserve = 8_GiB + wanted.tokens * 8 * k_hidden * 6}),
-             {}),
-        flags(heap, symmetric_view::max_ranks),
-        x(heap, wanted.tokens * k_hidden * 2),
-        scales(heap, wanted.tokens * k_hidden / 128),
-        ids(heap, wanted.tokens * k_top_k),
-        weights(heap, wanted.tokens * k_top_k),
-        out(heap, wanted.tokens * k_hidden) {
-    const native_stream stream = at.on->create_stream(at.device);
-    at.on->fill(reinterpret_cast<address>(flags.local()), std::byte{0}, flags.bytes(), stream);
-    at.on->fill(reinterpret_cast<address>(scales.local()), std::byte{0}, scales.bytes(), stream);
-    std::mt19937_64 next(static_cast<std::uint64_t>(at.ranks->rank().value) + 1);
-    std::vector<std::int64_t> chosen(ids.size());
-    for (std::size_t t = 0; t < wanted.tokens; ++t) {
-      for (std::size_t k = 0; k < k_top_k; ++k) {  // distinct experts, all alike
-        std::int64_t& id = chosen[t * k_top_k + k];
-        do {
-          id = static_cast<std::int64_t>(next() % k_experts);
-        } while (std::find(&chosen[t * k_top_k], &id, id) != &id);
-      }
-    }
-    const std::vector<float> ones(weights.size(), 0.125f);
-    at.on->copy(reinterpret_cast<address>(ids.local()), reinterpret_cast<address>(chosen.data()),
-                ids.bytes(), stream);
-    at.on->copy(reinterpret_cast<address>(weights.local()), reinterpret_cast<address>(ones.data()),
-                weights.bytes(), stream);
-    at.on->synchronize(stream);
-    at.on->destroy_stream(stream);
-    const int local = k_experts / at.ranks->size();
-    for (std::size_t t = 0; t < wanted.tokens; ++t) {
-      std::uint64_t mask = 0;
-      for (std::size_t k = 0; k < k_top_k; ++k) {
-        mask |= std::uint64_t{1} << (chosen[t * k_top_k + k] / local);
-      }
-      rows_sent += static_cast<std::size_t>(std::popcount(mask));
-      rows_away += static_cast<std::size_t>(
-          std::popcount(mask & ~(std::uint64_t{1} << at.ranks->rank().value)));
-    }
-    at.ranks->barrier("bench: tensors");
-  }
-
-  symmetric_heap heap;
-  symmetric_buffer<std::uint64_t> flags;
-  symmetric_buffer<std::byte> x;
-  symmetric_buffer<float> scales;
-  symmetric_buffer<std::int64_t> ids;
-  symmetric_buffer<float> weights;
-  symmetric_buffer<std::uint16_t> out;
-  std::size_t rows_sent = 0;  ///< a row for each rank that a token goes to
-  std::size_t rows_away = 0;  ///< those that leave the GPU
-};
-
 enum class step { dispatch, dispatch_again, combine };
 
-void measure(benchmark::State& state, const job& at, const ep_case& wanted, step what) {
+std::size_t bytes_of(step what, const ep_job& mine) {
+  return what == step::combine ? ep_job::combined_bytes() : mine.dispatched_bytes();
+}
+
+std::size_t wrong_counts(const ep::row_counts& counts, const ep_routing& routing, int rank,
+                         std::size_t device_rows) {
+  const std::size_t rows = routing.received(rank);
+  std::size_t wrong = counts.rows != rows;
+  wrong += counts.spilled != rows - std::min(rows, device_rows);
+  for (int r = 0; r < routing.ranks(); ++r) {
+    wrong += counts.by_source[static_cast<std::size_t>(r)] != routing.rows(r, rank);
+  }
+  return wrong;
+}
+
+/// What lies where, of all ranks.
+void report_memory(benchmark::State& state, const ep_job& mine, std::size_t device_rows,
+                   std::size_t host_bytes, std::size_t bytes_a_row) {
+  const std::size_t spilled = mine.routing.spilled(device_rows);
+  state.counters["device_rows"] = static_cast<double>(device_rows);
+  state.counters["spilled_rows"] = static_cast<double>(spilled);
+  state.counters["spilled_MB"] = static_cast<double>(spilled * bytes_a_row) * 1e-6;
+  state.counters["spilled"] =
+      static_cast<double>(spilled) / static_cast<double>(mine.routing.received_in_all());
+  state.counters["hbm_saved_MiB"] = static_cast<double>(host_bytes) / (1 << 20);
+}
+
+void measure_exchange(benchmark::State& state, const job& at, const ep_case& wanted, step what) {
   ep_job mine(at, wanted);
-  const std::size_t expected = mine.rows_sent;  // as many come as go, nearly
-  ep::exchange exchange(
-      mine.heap, {.experts = k_experts,
-                  .top_k = k_top_k,
-                  .hidden = k_hidden,
-                  .rows = wanted.rows,
-                  .max_tokens = wanted.tokens,
-                  .device_rows = wanted.spilled == 0
-                                     ? 0
-                                     : static_cast<std::size_t>(static_cast<double>(wanted.tokens) *
-                                                                3.6 * (1 - wanted.spilled)),
-                  .sms = wanted.sms,
-                  .timeout = std::chrono::seconds(10)});
+  const ep_routing& routing = mine.routing;
+  const auto rank = static_cast<std::size_t>(at.ranks->rank().value);
+  const std::size_t before = mine.heap.report().ranks[rank].host_bytes;
+  ep::exchange exchange(mine.heap, {.experts = routing.experts(),
+                                    .top_k = routing.top_k(),
+                                    .hidden = k_hidden,
+                                    .rows = wanted.rows,
+                                    .max_tokens = wanted.tokens,
+                                    .device_rows = mine.device_rows(),
+                                    .sms = wanted.sms,
+                                    .timeout = std::chrono::seconds(10)});
+  // The part of the worst case for which there is no DEVICE memory.
+  const std::size_t host_bytes = mine.heap.report().ranks[rank].host_bytes - before;
   ep::plan plan = exchange.make_plan();
-  ep_probe probe(at.device, mine.heap.region().view(), mine.flags.offset());
-  const std::size_t row_bytes = k_hidden * (wanted.rows == ep::payload::bf16 ? 2 : 1);
-  probe.fill(mine.x.local(), mine.x.bytes(), static_cast<std::uint64_t>(at.ranks->rank().value));
-  probe.prepare();
+  const native_stream stream = mine.probe.stream();
   const ep::tokens tokens{.x = mine.x.local(),
-                          .scales = wanted.rows == ep::payload::fp8 ? mine.scales.local() : nullptr,
+                          .scales = mine.fp8() ? mine.scales.local() : nullptr,
                           .topk_ids = mine.ids.local(),
                           .topk_weights = mine.weights.local(),
                           .count = wanted.tokens};
-  ep::received got = exchange.dispatch(tokens, plan, probe.stream());
-  const std::size_t spilled = exchange.counts().spilled;
-  std::size_t wrong = probe.wrong_rows(got, mine.x.offset(), row_bytes);
-  // Every row that comes back is made of ones.
-  probe.fill_ones(exchange.combine_buffer(), exchange.counts().rows * k_hidden);
-  exchange.combine(plan, mine.out.local(), nullptr, probe.stream());
-  wrong += probe.wrong_sums(mine.out.local(), mine.ids.local(), wanted.tokens, k_top_k,
-                            k_experts / at.ranks->size(), k_hidden);
-  if (at.slowest(static_cast<double>(wrong)) != 0) {
-    state.SkipWithError("what arrived is wrong");
-    return;
-  }
-  std::vector<double> times;
-  for (auto _ : state) {
-    probe.prepare();
-    probe.begin();
-    switch (what) {
-      case step::dispatch:
-        exchange.dispatch(tokens, plan, probe.stream());
-        break;
-      case step::dispatch_again:
-        exchange.dispatch_again(tokens, plan, probe.stream());
-        break;
-      case step::combine:
-        exchange.combine(plan, mine.out.local(), nullptr, probe.stream());
-        break;
-    }
-    times.push_back(at.slowest(probe.end()));
-    state.SetIterationTime(times.back());
+  const auto wrong_rows = [&](const ep::received& got) {
+    return mine.wrong_rows({.x = got.x,
+                            .scales = got.scales,
+                            .tokens = got.tokens,
+                            .experts = got.experts,
+                            .weights = got.weights}) +
+           wrong_counts(exchange.counts(), routing, static_cast<int>(rank),
+                        exchange.options().device_rows);
+  };
+  const auto combine = [&] { exchange.combine(plan, mine.out.local(), nullptr, stream); };
+
+  // Compared before anything is measured, and again with what the last round left behind.
+  const ep::received got = exchange.dispatch(tokens, plan, stream);
+  std::size_t wrong = wrong_rows(got);
+  mine.fill_results(exchange.combine_buffer());
+  combine();
+  wrong += mine.wrong_sums();
+  if (mine.refuse(state, wrong, "before the rounds")) return;
+
+  // What is there is spoilt, so that the last round must have written what is compared.
+  const std::size_t bytes = bytes_of(what, mine);
+  if (what == step::combine) {
+    mine.probe.fill(mine.out.local(), mine.out.bytes(), 0);
+    mine.measure(state, bytes, combine);
+    wrong = mine.wrong_sums();
+  } else {
+    mine.probe.fill(got.x, routing.received(static_cast<int>(rank)) * mine.row_bytes(), 0);
+    mine.measure(state, bytes, [&] {
+      if (what == step::dispatch) {
+        exchange.dispatch(tokens, plan, stream);
+      } else {
+        exchange.dispatch_again(tokens, plan, stream);
+      }
+    });
+    wrong = wrong_rows(got);
   }
   exchange.check();
-  std::nth_element(times.begin(), times.begin() + k_rounds / 2, times.end());
-  const double median = times[k_rounds / 2];
-  const std::size_t bytes = what == step::combine ? k_hidden * 2 : row_bytes;
-  state.counters["median_us"] = median * 1e6;
-  state.counters["logical_GBps"] = static_cast<double>(mine.rows_sent * bytes) / median * 1e-9;
-  state.counters["physical_GBps"] = static_cast<double>(mine.rows_away * bytes) / median * 1e-9;
-  state.counters["spilled"] = static_cast<double>(spilled) / static_cast<double>(expected);
+  if (mine.refuse(state, wrong, "after the rounds")) return;
+  state.counters["sms"] = wanted.sms;
+  report_memory(state, mine, exchange.options().device_rows, host_bytes, bytes);
   at.ranks->barrier("bench: done");
 }
 
-void add_cases(const job& at) {
-  const auto add = [&](const std::string& name, const ep_case& wanted, step what) {
-    add_case(
-        "ep/" + name + "/tokens:" + std::to_string(wanted.tokens) +
-            "/sms:" + std::to_string(wanted.sms) +
-            (wanted.spilled > 0 ? "/spill:" + std::to_string(static_cast<int>(wanted.spilled * 100))
-                                : ""),
-        k_rounds, [=](benchmark::State& state) { measure(state, at, wanted, what); });
-  };
-  for (const std::size_t tokens : {128, 512, 4096, 8192}) {
-    for (const int sms : {16, 24, 32, 64}) {
-      add("dispatch_fp8", {tokens, ep::payload::fp8, sms}, step::dispatch);
-      add("dispatch_fp8_again", {tokens, ep::payload::fp8, sms}, step::dispatch_again);
-      add("dispatch_bf16", {tokens, ep::payload::bf16, sms}, step::dispatch);
-      add("combine", {tokens, ep::payload::bf16, sms}, step::combine);
+void measure_nccl(benchmark::State& state, const job& at, const ep_case& wanted, step what) {
+  ep_job mine(at, wanted);
+  nccl_exchange nccl(at, mine);
+  const native_stream stream = mine.probe.stream();
+  const std::size_t received = mine.routing.received(at.ranks->rank().value);
+  const auto combine = [&] { nccl.combine(stream); };
+
+  nccl.dispatch(stream);
+  std::size_t wrong = mine.wrong_rows(nccl.received());
+  mine.fill_results(nccl.results());
+  combine();
+  wrong += mine.wrong_sums();
+  if (mine.refuse(state, wrong, "before the rounds")) return;
+
+  const std::size_t bytes = bytes_of(what, mine);
+  if (what == step::combine) {
+    mine.probe.fill(mine.out.local(), mine.out.bytes(), 0);
+    mine.measure(state, bytes, combine);
+    wrong = mine.wrong_sums();
+  } else {
+    mine.probe.fill(nccl.received_rows(), received * mine.row_bytes(), 0);
+    mine.measure(state, bytes, [&] { nccl.dispatch(stream); });
+    wrong = mine.wrong_rows(nccl.received());
+  }
+  if (mine.refuse(state, wrong, "after the rounds")) return;
+  // NCCL does not tell how many it takes; this is what it was held to.
+  if (const auto most = environment_integer("NCCL_MAX_CTAS", 1, 1024)) {
+    state.counters["sms"] = static_cast<double>(*most);
+  }
+  report_memory(state, mine, mine.routing.received_at_most(), 0, bytes);
+  state.SetLabel(nccl.version());
+  at.ranks->barrier("bench: done");
+}
+
+/// "/tokens:4096/sms:24/routing:zipf_1.0/placement:in_order/spill:10"; what is as ever is left out.
+std::string name_of(const std::string& what, const ep_case& wanted, bool nccl) {
+  std::string name = fmt::format("ep/{}/tokens:{}", what, wanted.tokens);
+  if (!nccl) name += fmt::format("/sms:{}", wanted.sms);
+  if (wanted.routing.name() != "uniform") {
+    name += fmt::format("/routing:{}/placement:{}", wanted.routing.name(),
+                        to_string(wanted.routing.where));
+  }
+  if (wanted.sized == device_part::spill) name += fmt::format("/spill:{:.0f}", wanted.spill * 100);
+  if (wanted.sized == device_part::average) name += "/sized:average";
+  return name;
+}
+
+struct kind {
+  const char* name;
+  ep::payload rows;
+  step of;
+};
+constexpr kind k_kinds[] = {{"dispatch_fp8", ep::payload::fp8, step::dispatch},
+                            {"dispatch_bf16", ep::payload::bf16, step::dispatch},
+                            {"combine", ep::payload::bf16, step::combine}};
+constexpr kind k_again = {"dispatch_fp8_again", ep::payload::fp8, step::dispatch_again};
+
+void add_exchange(const job& at, const kind& what, ep_case wanted) {
+  wanted.rows = what.rows;
+  add_case(name_of(what.name, wanted, false), k_ep_rounds,
+           [=](benchmark::State& state) { measure_exchange(state, at, wanted, what.of); });
+}
+
+void add_nccl(const job& at, const kind& what, ep_case wanted) {
+  wanted.rows = what.rows;
+  add_case(name_of(fmt::format("nccl_{}", what.name), wanted, true), k_ep_rounds,
+           [=](benchmark::State& state) { measure_nccl(state, at, wanted, what.of); });
+}
+
+/// By tokens, from decode to prefill, and by multiprocessors.
+void add_sizes(const job& at) {
+  std::vector<ep_case> cases, peers;
+  for (const std::size_t tokens : {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 4096, 8192}) {
+    for (const int sms : {8, 16, 24, 32, 48, 64}) {
+      if (sms == 24 || tokens == 128 || tokens >= 4096) {
+        cases.push_back({.tokens = tokens, .sms = sms});
+      }
+    }
+    peers.push_back({.tokens = tokens});
+  }
+  for (const kind& what : k_kinds) {
+    for (const ep_case& wanted : cases) add_exchange(at, what, wanted);
+    for (const ep_case& wanted : peers) add_nccl(at, what, wanted);
+  }
+  for (const ep_case& wanted : cases) add_exchange(at, k_again, wanted);
+}
+
+/// By the part of the rows that lies in host memory; 0 has a host part that nothing reaches.
+void add_spill(const job& at) {
+  for (const kind& what : k_kinds) {
+    for (const double spill : {0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5}) {
+      add_exchange(at, what, {.sized = device_part::spill, .spill = spill});
     }
   }
-  for (const double spilled : {0.1, 0.25, 0.5}) {
-    add("dispatch_bf16", {4096, ep::payload::bf16, 24, spilled}, step::dispatch);
-    add("combine", {4096, ep::payload::bf16, 24, spilled}, step::combine);
+}
+
+/// By how unequally experts are chosen, with room for everything on the device, and for the average
+/// alone.
+void add_skew(const job& at) {
+  std::vector<routing_choice> choices;
+  for (const placement where : {placement::in_order, placement::balanced}) {
+    for (const double skew : {0.5, 1.0, 1.5}) choices.push_back({.skew = skew, .where = where});
   }
+  const auto files = recorded_routings();
+  for (const std::string& file : files) {
+    for (const placement where :
+         {placement::in_order, placement::round_robin, placement::balanced}) {
+      choices.push_back({.file = file, .where = where});
+    }
+  }
+  for (const kind& what : k_kinds) {
+    add_exchange(at, what, {.sized = device_part::average});
+    for (const routing_choice& choice : choices) {
+      add_exchange(at, what, {.routing = choice});
+      add_exchange(at, what, {.routing = choice, .sized = device_part::average});
+      add_nccl(at, what, {.routing = choice});
+    }
+  }
+  if (!files.empty()) return;
+  add_case("ep/routing:recorded", 1, [](benchmark::State& state) {
+    state.SkipWithError("no recorded routing: EVMM_ROUTING names a file, or a folder of *.csv.gz");
+  });
+}
+
+void add_cases(const job& at) {
+  add_sizes(at);
+  add_spill(at);
+  add_skew(at);
 }
 
 }  // namespace
 }  // namespace evmm::bench
 
 int main(int argc, char** argv) {
-  return evmm::bench::run_job(argc, argv, evmm::bench::add_cases);
+  evmm::bench::ep_table table;
+  return evmm::bench::run_job(argc, argv, evmm::bench::add_cases, &table);
 }

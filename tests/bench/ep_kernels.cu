@@ -33,44 +33,66 @@ __global__ void fill_kernel(std::uint64_t* at, std::size_t words, std::uint64_t 
   }
 }
 
-__global__ void fill_ones_kernel(__nv_bfloat16* at, std::size_t elements) {
-  const std::size_t step = std::size_t{gridDim.x} * blockDim.x;
-  for (std::size_t i = std::size_t{blockIdx.x} * blockDim.x + threadIdx.x; i < elements;
-       i += step) {
-    at[i] = __float2bfloat16(1.0f);
+/// What rank `rank` makes of an element.
+__device__ __nv_bfloat16 result_of(int rank, int source, int token, std::size_t element) {
+  const auto step = static_cast<int>(
+      (static_cast<std::size_t>(source) + static_cast<std::size_t>(token) + element) % 7);
+  return __float2bfloat16(static_cast<float>((rank + 1) * (1 + step)));
+}
+
+// A block a row.
+__global__ void fill_results_kernel(__nv_bfloat16* y, const __grid_constant__ ep_expected expected,
+                                    int rank, std::size_t hidden) {
+  for (std::size_t row = blockIdx.x; row < expected.rows; row += gridDim.x) {
+    for (std::size_t i = threadIdx.x; i < hidden; i += blockDim.x) {
+      y[row * hidden + i] = result_of(rank, expected.sources[row], expected.tokens[row], i);
+    }
   }
 }
 
 // A block a row.
 __global__ void wrong_rows_kernel(const __grid_constant__ symmetric_view view,
-                                  const __grid_constant__ ep::received got, std::uint64_t x_offset,
-                                  std::size_t row_words, unsigned long long* wrong) {
-  for (int row = blockIdx.x; row < *got.rows; row += gridDim.x) {
-    int source = 0;
-    while (row >= got.source_end[source]) ++source;
-    const auto* sent = view.peer<std::uint64_t>(source, x_offset) +
-                       static_cast<std::size_t>(got.tokens[row]) * row_words;
-    const auto* here =
-        static_cast<const std::uint64_t*>(got.x) + static_cast<std::size_t>(row) * row_words;
+                                  const __grid_constant__ ep_rows got,
+                                  const __grid_constant__ ep_expected expected,
+                                  unsigned long long* wrong) {
+  for (std::size_t row = blockIdx.x; row < expected.rows; row += gridDim.x) {
+    const int source = expected.sources[row];
+    const auto token = static_cast<std::size_t>(expected.tokens[row]);
+    const std::size_t words = expected.row_words;
+    const auto* sent = view.peer<std::uint64_t>(source, expected.x) + token * words;
+    const auto* here = static_cast<const std::uint64_t*>(got.x) + row * words;
     bool differs = false;
-    for (std::size_t i = threadIdx.x; i < row_words; i += blockDim.x) differs |= sent[i] != here[i];
+    for (std::size_t i = threadIdx.x; i < words; i += blockDim.x) differs |= sent[i] != here[i];
+    const auto scales = static_cast<std::size_t>(expected.scale_count);
+    // As bits: they are any.
+    const auto* scales_sent = view.peer<std::uint32_t>(source, expected.scales) + token * scales;
+    const auto* scales_here = reinterpret_cast<const std::uint32_t*>(got.scales) + row * scales;
+    for (std::size_t i = threadIdx.x; i < scales; i += blockDim.x) {
+      differs |= scales_sent[i] != scales_here[i];
+    }
+    for (int i = static_cast<int>(threadIdx.x); i < expected.top_k;
+         i += static_cast<int>(blockDim.x)) {
+      const std::size_t at = row * static_cast<std::size_t>(expected.top_k) + i;
+      if (got.experts != nullptr) differs |= got.experts[at] != expected.experts[at];
+      if (got.weights != nullptr) differs |= got.weights[at] != expected.weights[at];
+    }
+    if (got.tokens != nullptr) differs |= got.tokens[row] != expected.tokens[row];
     if (__syncthreads_or(differs) && threadIdx.x == 0) atomicAdd(wrong, 1ull);
   }
 }
 
 // A block a token.
-__global__ void wrong_sums_kernel(const __nv_bfloat16* out, const std::int64_t* ids, int top_k,
-                                  int local_experts, std::size_t hidden,
-                                  unsigned long long* wrong) {
-  const std::size_t t = blockIdx.x;
-  std::uint64_t mask = 0;
-  for (int k = 0; k < top_k; ++k) {
-    const std::int64_t id = ids[t * top_k + k];
-    if (id >= 0) mask |= std::uint64_t{1} << (id / local_experts);
-  }
-  const auto expected = static_cast<float>(__popcll(mask));
+__global__ void wrong_sums_kernel(const __nv_bfloat16* out, const std::uint64_t* masks, int rank,
+                                  int ranks, std::size_t hidden, unsigned long long* wrong) {
+  const std::size_t token = blockIdx.x;
   for (std::size_t i = threadIdx.x; i < hidden; i += blockDim.x) {
-    if (__bfloat162float(out[t * hidden + i]) != expected) atomicAdd(wrong, 1ull);
+    float sum = 0;
+    for (int r = 0; r < ranks; ++r) {
+      if ((masks[token] >> r & 1) == 0) continue;
+      sum += __bfloat162float(result_of(r, rank, static_cast<int>(token), i));
+    }
+    const float expected = __bfloat162float(__float2bfloat16(sum));
+    if (__bfloat162float(out[token * hidden + i]) != expected) atomicAdd(wrong, 1ull);
   }
 }
 
@@ -146,25 +168,25 @@ void ep_probe::fill(void* at, std::size_t bytes, std::uint64_t seed) {
   check(cudaGetLastError(), "fill_kernel");
 }
 
-void ep_probe::fill_ones(void* y, std::size_t elements) {
-  fill_ones_kernel<<<512, 256, 0, state_->stream>>>(static_cast<__nv_bfloat16*>(y), elements);
-  check(cudaGetLastError(), "fill_ones_kernel");
-}
-
-std::size_t ep_probe::wrong_rows(const ep::received& got, std::uint64_t x_offset,
-                                 std::size_t row_bytes) {
+std::size_t ep_probe::wrong_rows(const ep_rows& got, const ep_expected& expected) {
   return state_->count([&](unsigned long long* wrong) {
-    wrong_rows_kernel<<<512, 256, 0, state_->stream>>>(state_->view, got, x_offset, row_bytes / 8,
-                                                       wrong);
+    wrong_rows_kernel<<<512, 256, 0, state_->stream>>>(state_->view, got, expected, wrong);
   });
 }
 
-std::size_t ep_probe::wrong_sums(const void* out, const std::int64_t* ids, std::size_t tokens,
-                                 int top_k, int local_experts, std::size_t hidden) {
+void ep_probe::fill_results(void* y, const ep_expected& expected, std::size_t hidden) {
+  fill_results_kernel<<<512, 256, 0, state_->stream>>>(static_cast<__nv_bfloat16*>(y), expected,
+                                                       state_->view.rank, hidden);
+  check(cudaGetLastError(), "fill_results_kernel");
+}
+
+std::size_t ep_probe::wrong_sums(const void* out, const std::uint64_t* masks, std::size_t tokens,
+                                 std::size_t hidden) {
   if (tokens == 0) return 0;
   return state_->count([&](unsigned long long* wrong) {
     wrong_sums_kernel<<<static_cast<unsigned>(tokens), 256, 0, state_->stream>>>(
-        static_cast<const __nv_bfloat16*>(out), ids, top_k, local_experts, hidden, wrong);
+        static_cast<const __nv_bfloat16*>(out), masks, state_->view.rank, state_->view.ranks,
+        hidden, wrong);
   });
 }
 

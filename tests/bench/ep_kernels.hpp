@@ -2,7 +2,6 @@
 #pragma once
 
 #include <evmm/device/symmetric_view.cuh>
-#include <evmm/ep/exchange.hpp>
 #include <evmm/types.hpp>
 
 #include <cstddef>
@@ -10,6 +9,30 @@
 #include <memory>
 
 namespace evmm::bench {
+
+/// What a rank must have received, in memory of its device: rows by source, then by token.
+struct ep_expected {
+  std::size_t rows = 0;
+  const std::int32_t* sources = nullptr;  ///< [rows]
+  const std::int32_t* tokens = nullptr;   ///< [rows]: index at the source
+  const std::int32_t* experts = nullptr;  ///< [rows][top_k]
+  const float* weights = nullptr;         ///< [rows][top_k]
+  /// Where every rank's own rows and scales lie in its part of the heap.
+  std::uint64_t x = 0;
+  std::uint64_t scales = 0;
+  std::size_t row_words = 0;  ///< of 8 bytes
+  int scale_count = 0;        ///< of a row; 0 for none
+  int top_k = 0;
+};
+
+/// What it did receive. What is null is not compared.
+struct ep_rows {
+  const void* x = nullptr;
+  const float* scales = nullptr;
+  const std::int32_t* tokens = nullptr;
+  const std::int32_t* experts = nullptr;
+  const float* weights = nullptr;
+};
 
 /// What the EP benchmark needs beside the exchange: a stream's time by events, a cold L2 cache, all
 /// ranks at one point, and the check of what arrived.
@@ -27,16 +50,16 @@ class ep_probe {
   void begin();
   /// Seconds since begin(); blocks.
   double end();
-  /// Numbers that tell rows apart, and small bf16 values.
+  /// Random bits that tell rows apart.
   void fill(void* at, std::size_t bytes, std::uint64_t seed);
-  /// Of the rows received, how many are not what lies at `x_offset` of their sources' parts.
-  std::size_t wrong_rows(const ep::received& got, std::uint64_t x_offset, std::size_t row_bytes);
-  /// Writes to `y` row after row, as bf16, what adds up: combine must give `ranks` of a token times
-  /// 1. Returns nothing; `wrong_sums` counts elements that differ from the number of ranks that the
-  /// token went to.
-  void fill_ones(void* y, std::size_t elements);
-  std::size_t wrong_sums(const void* out, const std::int64_t* ids, std::size_t tokens, int top_k,
-                         int local_experts, std::size_t hidden);
+  /// How many rows differ from what lies at their sources.
+  std::size_t wrong_rows(const ep_rows& got, const ep_expected& expected);
+  /// Writes to `y`, bf16 row after row, what tells rank, source, token and element apart, and adds
+  /// up without rounding on up to 8 ranks.
+  void fill_results(void* y, const ep_expected& expected, std::size_t hidden);
+  /// How many elements of `out` are not the sum of those of the ranks in the tokens' masks.
+  std::size_t wrong_sums(const void* out, const std::uint64_t* masks, std::size_t tokens,
+                         std::size_t hidden);
 
  private:
   struct state;

@@ -48,7 +48,8 @@ void add_case(const job& at, const std::string& name, std::initializer_list<std:
   }
 }
 
-int run_job(int argc, char** argv, void (*add)(const job& at)) try {
+int run_job(int argc, char** argv, void (*add)(const job& at),
+            benchmark::BenchmarkReporter* table) try {
   const auto ranks = make_mpi_bootstrap();
   const machine here = find_machine();
   const job at{.ranks = ranks,
@@ -68,7 +69,7 @@ int run_job(int argc, char** argv, void (*add)(const job& at)) try {
   benchmark::AddCustomContext("device", here.device.name);
   add(at);
   if (ranks->rank() == rank_id{0}) {
-    benchmark::RunSpecifiedBenchmarks();
+    benchmark::RunSpecifiedBenchmarks(table);
   } else {
     silent nobody;
     benchmark::RunSpecifiedBenchmarks(&nobody);

@@ -37,7 +37,9 @@ void add_case(const std::string& name, int rounds, std::function<void(benchmark:
 void add_case(const job& at, const std::string& name, std::initializer_list<std::size_t> sizes,
               const std::function<void(benchmark::State&, const job&, std::size_t)>& body);
 
-/// Runs under mpirun the benchmarks that `add` registers.
-int run_job(int argc, char** argv, void (*add)(const job& at));
+/// Runs under mpirun the benchmarks that `add` registers. Rank 0 prints them by `table`, or as
+/// Google Benchmark does.
+int run_job(int argc, char** argv, void (*add)(const job& at),
+            benchmark::BenchmarkReporter* table = nullptr);
 
 }  // namespace evmm::bench
