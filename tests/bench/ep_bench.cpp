@@ -3,6 +3,7 @@
 // can read, beside NCCL's send and receive with the permutation that they need. Run under mpirun,
 // one rank a GPU; rank 0 reports the slowest rank of each round.
 #include "lib/support/environment.hpp"
+#include "tests/bench/ep_forms.hpp"
 #include "tests/bench/ep_job.hpp"
 #include "tests/bench/ep_nccl.hpp"
 #include "tests/bench/ep_table.hpp"
@@ -237,6 +238,8 @@ void add_skew(const job& at) {
 
 void add_cases(const job& at) {
   add_sizes(at);
+  add_low_latency(at);
+  add_layouts(at);
   add_spill(at);
   add_skew(at);
 }

@@ -46,7 +46,9 @@ symmetric_region make_region(const job& at, const ep_case& wanted) {
                       "run it where there is one, a rank a GPU");
   }
   const auto rows = static_cast<std::size_t>(at.ranks->size()) * wanted.tokens;
-  return {at.ranks, at.on, {.device = at.device, .reserve = 8_GiB + rows * k_hidden * 6}};
+  // By expert there is a second copy, of a row for each choice.
+  const std::size_t a_row = k_hidden * (wanted.arranged == ep::layout::by_expert ? 40 : 6);
+  return {at.ranks, at.on, {.device = at.device, .reserve = 8_GiB + rows * a_row}};
 }
 
 }  // namespace
@@ -71,8 +73,8 @@ ep_job::ep_job(const job& at, const ep_case& of)
       at_(at),
       rank_(at.ranks->rank().value),
       masks_(heap, of.tokens),
-      sources_(heap, routing.received_at_most()),
-      tokens_(heap, routing.received_at_most()),
+      sources_(heap, routing.received_at_most() * (by_expert() ? k_top_k : 1)),
+      tokens_(heap, sources_.size()),
       experts_(heap, routing.received_at_most() * static_cast<std::size_t>(routing.top_k())),
       row_weights_(heap, experts_.size()) {
   const auto upload = [&](const auto& to, const auto& from) {
@@ -100,8 +102,36 @@ ep_job::ep_job(const job& at, const ep_case& of)
       }
     }
   }
+  std::vector<float> own_weights(routing.weights(rank_).begin(), routing.weights(rank_).end());
+  if (by_expert()) {
+    // One row for each choice, sorted by expert: what is expected is that, without the rest.
+    const std::vector<std::int32_t> of_rows = experts, row_sources = sources, row_tokens = tokens;
+    const auto top_k = static_cast<std::size_t>(routing.top_k());
+    sources.clear();
+    tokens.clear();
+    for (int e = 0; e < routing.local_experts(); ++e) {
+      const std::size_t before = sources.size();
+      for (std::size_t at_row = 0; at_row < of_rows.size(); ++at_row) {
+        if (of_rows[at_row] != e) continue;
+        sources.push_back(row_sources[at_row / top_k]);
+        tokens.push_back(row_tokens[at_row / top_k]);
+      }
+      expert_rows_.push_back(sources.size() - before);
+    }
+    // A rank's first choice counts alone, so that sums are those of a row for each rank.
+    const auto chosen = routing.ids(rank_);
+    for (std::size_t t = 0; t < of.tokens; ++t) {
+      std::uint64_t seen = 0;
+      for (std::size_t k = t * top_k; k < (t + 1) * top_k; ++k) {
+        if (chosen[k] < 0) continue;
+        const std::uint64_t bit = std::uint64_t{1} << (chosen[k] / routing.local_experts());
+        own_weights[k] = (seen & bit) == 0 ? 1.0f : 0.0f;
+        seen |= bit;
+      }
+    }
+  }
   upload(ids, routing.ids(rank_));
-  upload(weights, routing.weights(rank_));
+  upload(weights, own_weights);
   upload(masks_, routing.masks(rank_));
   upload(sources_, sources);
   upload(tokens_, tokens);
@@ -150,18 +180,75 @@ void ep_job::fill_results(void* y) {
   probe.fill_results(y, expected(), k_hidden);
 }
 
+ep_expected ep_job::expected(const ep_block& block) const {
+  ep_expected part = expected();
+  const auto top_k = static_cast<std::size_t>(routing.top_k());
+  part.rows = block.rows;
+  part.sources += block.first;
+  part.tokens += block.first;
+  part.experts += block.first * top_k;
+  part.weights += block.first * top_k;
+  return part;
+}
+
+std::vector<ep_block> ep_job::blocks_by_source(std::size_t stride) const {
+  std::vector<ep_block> blocks;
+  std::size_t first = 0;
+  for (int s = 0; s < routing.ranks(); ++s) {
+    const std::size_t rows = routing.rows(s, rank_);
+    blocks.push_back({first, rows, static_cast<std::size_t>(s) * stride});
+    first += rows;
+  }
+  return blocks;
+}
+
+std::vector<ep_block> ep_job::blocks_by_expert(const std::vector<std::size_t>& begin) const {
+  std::vector<ep_block> blocks;
+  std::size_t first = 0;
+  for (std::size_t e = 0; e < expert_rows_.size(); ++e) {
+    blocks.push_back({first, expert_rows_[e], begin[e]});
+    first += expert_rows_[e];
+  }
+  return blocks;
+}
+
+std::size_t ep_job::wrong_rows(const ep_rows& got, const std::vector<ep_block>& blocks) {
+  std::size_t wrong = 0;
+  const auto from = [](auto* at, std::size_t elements) {
+    return at == nullptr ? at : at + elements;
+  };
+  for (const ep_block& block : blocks) {
+    const std::size_t choices = block.at * static_cast<std::size_t>(routing.top_k());
+    wrong += probe.wrong_rows({.x = from(static_cast<const char*>(got.x), block.at * row_bytes()),
+                               .scales = from(got.scales, block.at * scale_count()),
+                               .tokens = from(got.tokens, block.at),
+                               .experts = from(got.experts, choices),
+                               .weights = from(got.weights, choices)},
+                              expected(block));
+  }
+  return wrong;
+}
+
+void ep_job::fill_results(void* y, const std::vector<ep_block>& blocks) {
+  for (const ep_block& block : blocks) {
+    probe.fill_results(static_cast<char*>(y) + block.at * combined_bytes(), expected(block),
+                       k_hidden);
+  }
+}
+
 std::size_t ep_job::wrong_sums() {
   return probe.wrong_sums(out.local(), masks_.local(), wanted.tokens, k_hidden);
 }
 
 void ep_job::measure(benchmark::State& state, std::size_t bytes_a_row,
-                     const std::function<void()>& step) {
+                     const std::function<void()>& step, const std::function<void()>& then) {
   std::vector<double> times;
   for (auto _ : state) {
     probe.prepare();
     probe.begin();
     step();
     times.push_back(at_.slowest(probe.end()));
+    if (then) then();
     state.SetIterationTime(times.back());
   }
   const auto middle = times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2);

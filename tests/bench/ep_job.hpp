@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <vector>
 
 namespace evmm::bench {
 
@@ -41,6 +42,15 @@ struct ep_case {
   routing_choice routing = {};
   device_part sized = device_part::all;
   double spill = 0;
+  bool quantize = false;
+  ep::layout arranged = ep::layout::by_source;
+};
+
+/// Neighbouring rows of what is expected, and where they lie.
+struct ep_block {
+  std::size_t first = 0;  ///< among what is expected
+  std::size_t rows = 0;
+  std::size_t at = 0;  ///< row in memory
 };
 
 /// One rank's tensors, where all tokens go, and what must come of them: the reference that the
@@ -76,23 +86,34 @@ class ep_job {
   std::size_t wrong_rows(const ep_rows& got);
   /// Writes what this rank's experts make of its rows.
   void fill_results(void* y);
+  /// The same where rows of source s lie from row s x `stride`.
+  std::vector<ep_block> blocks_by_source(std::size_t stride) const;
+  /// And where there is a row for each choice, grouped by expert: from the rows in `begin`.
+  std::vector<ep_block> blocks_by_expert(const std::vector<std::size_t>& begin) const;
+  std::size_t wrong_rows(const ep_rows& got, const std::vector<ep_block>& blocks);
+  void fill_results(void* y, const std::vector<ep_block>& blocks);
   /// How many elements of `out` are not the sum of what the ranks have made.
   std::size_t wrong_sums();
 
   /// Runs `step` in each of the state's iterations with a cold L2 cache and all ranks there, and
   /// reports the median of the slowest rank's times with the bandwidths that belong to it.
-  void measure(benchmark::State& state, std::size_t bytes_a_row, const std::function<void()>& step);
+  /// `then` runs behind each, untimed.
+  void measure(benchmark::State& state, std::size_t bytes_a_row, const std::function<void()>& step,
+               const std::function<void()>& then = {});
   /// Whether any rank found something wrong; then the case is skipped with the reason.
   bool refuse(benchmark::State& state, std::size_t wrong, const char* when) const;
 
  private:
+  bool by_expert() const { return wanted.arranged == ep::layout::by_expert; }
   ep_expected expected() const;
+  ep_expected expected(const ep_block& block) const;
 
   const job at_;
   int rank_;
   symmetric_buffer<std::uint64_t> masks_;
   symmetric_buffer<std::int32_t> sources_, tokens_, experts_;
   symmetric_buffer<float> row_weights_;
+  std::vector<std::size_t> expert_rows_;  ///< of each expert here
 };
 
 }  // namespace evmm::bench

@@ -62,12 +62,14 @@ __global__ void wrong_rows_kernel(const __grid_constant__ symmetric_view view,
     const auto* sent = view.peer<std::uint64_t>(source, expected.x) + token * words;
     const auto* here = static_cast<const std::uint64_t*>(got.x) + row * words;
     bool differs = false;
-    for (std::size_t i = threadIdx.x; i < words; i += blockDim.x) differs |= sent[i] != here[i];
+    for (std::size_t i = threadIdx.x; got.x != nullptr && i < words; i += blockDim.x) {
+      differs |= sent[i] != here[i];
+    }
     const auto scales = static_cast<std::size_t>(expected.scale_count);
     // As bits: they are any.
     const auto* scales_sent = view.peer<std::uint32_t>(source, expected.scales) + token * scales;
     const auto* scales_here = reinterpret_cast<const std::uint32_t*>(got.scales) + row * scales;
-    for (std::size_t i = threadIdx.x; i < scales; i += blockDim.x) {
+    for (std::size_t i = threadIdx.x; got.scales != nullptr && i < scales; i += blockDim.x) {
       differs |= scales_sent[i] != scales_here[i];
     }
     for (int i = static_cast<int>(threadIdx.x); i < expected.top_k;
