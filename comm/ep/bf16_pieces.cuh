@@ -15,8 +15,9 @@ struct alignas(16) bf16_piece {
 __device__ __forceinline__ bf16_piece load_piece(const __nv_bfloat16* from) {
   return *reinterpret_cast<const bf16_piece*>(from);
 }
-/// What another GPU wrote while this kernel ran: past the multiprocessor's cache.
-__device__ __forceinline__ bf16_piece load_new_piece(const __nv_bfloat16* from) {
+/// Past the multiprocessor's cache: what is read once, or what another GPU wrote while the kernel
+/// ran.
+__device__ __forceinline__ bf16_piece load_piece_once(const __nv_bfloat16* from) {
   const uint4 bits = __ldcg(reinterpret_cast<const uint4*>(from));
   bf16_piece piece;
   memcpy(&piece, &bits, sizeof(piece));
@@ -57,6 +58,50 @@ __device__ __forceinline__ bf16_piece to_piece(const float (&sum)[8]) {
 #pragma unroll
   for (int p = 0; p < 4; ++p) made.pairs[p] = __floats2bfloat162_rn(sum[2 * p], sum[2 * p + 1]);
   return made;
+}
+
+constexpr int k_pieces_together = 2;  ///< of a row, by each lane
+constexpr int k_rows_together = 4;
+constexpr int k_elements_together = 32 * 8 * k_pieces_together;  ///< by a warp
+
+/// Adds `count` rows, in order, at the elements i, i + 256, ... below `end` that are this lane's,
+/// with many loads under way at once. `row_at(j)` and `weight_at(j)` are called by all lanes; a row
+/// that is null is left out.
+template <class RowAt, class WeightAt>
+__device__ __forceinline__ void add_rows(float (&sum)[k_pieces_together][8], int count, int i,
+                                         int end, const RowAt& row_at, const WeightAt& weight_at) {
+  for (int first = 0; first < count; first += k_rows_together) {
+    const __nv_bfloat16* rows[k_rows_together];
+    bf16_piece pieces[k_rows_together][k_pieces_together];
+#pragma unroll
+    for (int j = 0; j < k_rows_together; ++j) {
+      rows[j] = first + j < count ? row_at(first + j) : nullptr;
+#pragma unroll
+      for (int u = 0; u < k_pieces_together; ++u) {
+        const int at = i + u * 32 * 8;
+        if (rows[j] != nullptr && at < end) pieces[j][u] = load_piece_once(rows[j] + at);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < k_rows_together; ++j) {
+      const float weight = weight_at(min(first + j, count - 1));
+#pragma unroll
+      for (int u = 0; u < k_pieces_together; ++u) {
+        if (rows[j] != nullptr && i + u * 32 * 8 < end) add_scaled(sum[u], pieces[j][u], weight);
+      }
+    }
+  }
+}
+
+/// Stores those elements.
+__device__ __forceinline__ void store_sums(__nv_bfloat16* row,
+                                           const float (&sum)[k_pieces_together][8], int i,
+                                           int end) {
+#pragma unroll
+  for (int u = 0; u < k_pieces_together; ++u) {
+    const int at = i + u * 32 * 8;
+    if (at < end) store_piece(row + at, to_piece(sum[u]));
+  }
 }
 
 }  // namespace evmm::ep

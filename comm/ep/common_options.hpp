@@ -57,9 +57,6 @@ void check_common_options(const char* who, const Options& given, int ranks) {
     refuse("quantize is set for rows of bf16", "rows = payload::fp8 are quantised");
   }
   if (given.sms < 1) refuse(fmt::format("sms is {}", given.sms), "give 1 or more");
-  if (given.local_sms < 0) {
-    refuse(fmt::format("local_sms is {}", given.local_sms), "give 0 or more");
-  }
   if (given.timeout.count() <= 0) {
     refuse("the timeout is not positive", "give milliseconds above 0");
   }
@@ -97,7 +94,6 @@ void check_alike(const char* who, bootstrap& ranks, const Options& mine, const M
     same("arranged", static_cast<int>(a.arranged), static_cast<int>(b.arranged));
     same("max_tokens", a.max_tokens, b.max_tokens);
     same("sms", a.sms, b.sms);
-    same("local_sms", a.local_sms, b.local_sms);
     more(same, a, b);
   }
 }

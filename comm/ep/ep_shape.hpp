@@ -99,6 +99,7 @@ struct expert_layout {
   std::int32_t* begin = nullptr;          ///< [local experts + 1]: the groups, padding included
   std::int32_t* expert_rows = nullptr;    ///< [places][top_k]: where each choice's row lies
   std::int32_t* row_experts = nullptr;    ///< [expert rows]: its expert; -1 in padding
+  std::int32_t* row_places = nullptr;     ///< [expert rows]: the place it is a copy of; or -1
   char* x = nullptr;                      ///< [expert rows] of row_bytes
   float* scales = nullptr;
   char* y = nullptr;                           ///< bf16 [expert rows][hidden]

@@ -52,6 +52,7 @@ received exchange::state::output() const {
     out.scales = experts_at.scales;
     out.expert_begin = experts_at.begin;
     out.row_experts = experts_at.row_experts;
+    out.row_places = experts_at.row_places;
     out.expert_rows = experts_at.expert_rows;
     out.expert_capacity = expert_capacity;
   }

@@ -27,6 +27,9 @@ void check_options(const exchange_options& given, int ranks) {
   if (given.expert_alignment == 0 || given.expert_alignment > 4096) {
     refuse(fmt::format("expert_alignment is {}", given.expert_alignment), "give 1 to 4,096 rows");
   }
+  if (given.local_sms < 0) {
+    refuse(fmt::format("local_sms is {}", given.local_sms), "give 0 or more");
+  }
   if (given.adapt_steps < 1 || given.adapt_steps > 16) {
     refuse(fmt::format("adapt_steps is {}", given.adapt_steps), "give 1 to 16");
   }
@@ -51,6 +54,7 @@ exchange::state::state(symmetric_heap& given, const exchange_options& wanted)
     same("device_rows", a.device_rows, b.device_rows);
     same("device_expert_rows", a.device_expert_rows, b.device_expert_rows);
     same("adapt_steps", a.adapt_steps, b.adapt_steps);
+    same("local_sms", a.local_sms, b.local_sms);
   });
   shape = common_shape(options, region.view());
   const int local_experts = options.experts / count;
@@ -82,6 +86,7 @@ exchange::state::state(symmetric_heap& given, const exchange_options& wanted)
     expert_begin = {heap, static_cast<std::size_t>(local_experts + 1), nullptr, on_device};
     expert_rows = {heap, capacity * top_k, nullptr, on_device};
     row_experts = {heap, expert_capacity, nullptr, on_device};
+    row_places = {heap, expert_capacity, nullptr, on_device};
     if (fp8) expert_scales = {heap, expert_capacity * scale_count, nullptr, on_device};
     expert_x.emplace(heap, expert_capacity, shape.row_bytes, options.device_expert_rows,
                      options.adapt_steps);
@@ -119,6 +124,7 @@ exchange::state::state(symmetric_heap& given, const exchange_options& wanted)
           .begin = expert_begin.local(),
           .expert_rows = expert_rows.local(),
           .row_experts = row_experts.local(),
+          .row_places = row_places.local(),
           .x = expert_x->local(),
           .scales = fp8 ? expert_scales.local() : nullptr,
           .y = expert_y->local(),

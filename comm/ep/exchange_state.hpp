@@ -48,7 +48,7 @@ struct exchange::state {
   std::optional<elastic_rows> x, y;
   /// By expert only.
   symmetric_buffer<float> expert_scales;
-  symmetric_buffer<std::int32_t> expert_begin, expert_rows, row_experts;
+  symmetric_buffer<std::int32_t> expert_begin, expert_rows, row_experts, row_places;
   std::optional<elastic_rows> expert_x, expert_y;
   std::optional<pinned_words> host;
   ep_shape shape;

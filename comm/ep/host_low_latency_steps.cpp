@@ -33,8 +33,15 @@ class host_low_latency_steps final : public low_latency_steps {
     });
   }
   void wait_dispatch(int set, const ep_shape& shape, const low_latency_slot& slot,
-                     const ep_totals& totals, native_stream stream) override {
-    on_.launch(stream, [=, this] { receive(set, shape, slot, totals); });
+                     const expert_layout* to, const ep_totals& totals,
+                     native_stream stream) override {
+    const bool arrange = to != nullptr;
+    on_.launch(stream, [=, this, to = arrange ? *to : expert_layout{}] {
+      receive(set, shape, slot, totals);
+      if (!arrange) return;
+      host_place(shape, to);
+      host_permute(shape, to);
+    });
   }
   void issue_combine(int set, const ep_shape& shape, const low_latency_slot& slot,
                      const expert_layout& made, bool by_expert, int count, const combine_output* to,

@@ -56,6 +56,7 @@ void host_place(const ep_shape& shape, const expert_layout& to) {
     to.begin[e] = to.stride == 0 ? end : static_cast<std::int32_t>(e) * to.stride;
     end = to.begin[e] + (count[e] + to.alignment - 1) / to.alignment * to.alignment;
     std::fill(to.row_experts + to.begin[e] + count[e], to.row_experts + end, -1);
+    std::fill(to.row_places + to.begin[e] + count[e], to.row_places + end, -1);
     if (to.stride != 0) to.expert_tokens[e] = count[e];
   }
   to.begin[experts] = end;
@@ -64,7 +65,11 @@ void host_place(const ep_shape& shape, const expert_layout& to) {
   for_all([&](std::size_t at, std::size_t expert) {
     const std::int32_t row = next[expert];
     const bool fits = to.stride == 0 || row < to.begin[expert] + to.stride;
-    if (fits) to.row_experts[next[expert]++] = static_cast<std::int32_t>(expert);
+    if (fits) {
+      to.row_experts[row] = static_cast<std::int32_t>(expert);
+      to.row_places[row] = static_cast<std::int32_t>(at / top_k);
+      ++next[expert];
+    }
     to.expert_rows[at] = fits ? row : -1;
   });
 }

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/collective_change.hpp"
 #include "comm/ep/common_options.hpp"
-#include "comm/ep/ep_steps.hpp"
 #include "comm/ep/low_latency_steps.hpp"
 #include "comm/ep/pinned_words.hpp"
 
@@ -50,7 +49,7 @@ struct buffer_set {
   /// By expert only.
   symmetric_buffer<std::byte> expert_x;
   symmetric_buffer<float> expert_scales;
-  symmetric_buffer<std::int32_t> expert_begin, expert_rows, row_experts, expert_tokens;
+  symmetric_buffer<std::int32_t> expert_begin, expert_rows, row_experts, row_places, expert_tokens;
   symmetric_buffer<std::uint16_t> expert_y;
 
   ep_shape shape;
@@ -74,8 +73,8 @@ struct low_latency_exchange::state {
   buffer_set& set_of(const round& of, stage wanted, const char* call);
   token_arrays arrays_of(const tokens& from) const;
   round issue(const tokens& from, bool wait, native_stream stream);
-  /// What follows once rows are here.
-  low_latency_received arrange(buffer_set& set, native_stream stream);
+  low_latency_received wait(const round& of, buffer_set& set, native_stream stream);
+  low_latency_received output(const buffer_set& set) const;
   void check_output(const round& of, const void* out, const void* bias) const;
 
   symmetric_heap& heap;
@@ -85,7 +84,6 @@ struct low_latency_exchange::state {
   std::optional<pinned_words> host;
   ep_totals totals;
   std::unique_ptr<low_latency_steps> steps;
-  std::unique_ptr<ep_steps> local_steps;
   std::uint64_t issued = 0;
 };
 
@@ -119,12 +117,9 @@ low_latency_exchange::state::state(symmetric_heap& given, const low_latency_opti
     }
     on().synchronize(stream);
     on().destroy_stream(stream);
-    const bool cuda = on().info().kind == driver_kind::cuda;
-    steps = cuda ? make_cuda_low_latency_steps(region.device(), options.sms)
-                 : make_host_low_latency_steps(on());
-    local_steps =
-        cuda ? make_cuda_steps(region.device(), options.sms, options.local_sms, options.experts)
-             : make_host_steps(on());
+    steps = on().info().kind == driver_kind::cuda
+                ? make_cuda_low_latency_steps(region.device(), options.sms)
+                : make_host_low_latency_steps(on());
   });
 }
 
@@ -176,6 +171,7 @@ void low_latency_exchange::state::take_buffers(buffer_set& set, int ranks) {
   set.expert_begin = {heap, local_experts + 1, nullptr, on_device};
   set.expert_rows = {heap, places * top_k, nullptr, on_device};
   set.row_experts = {heap, rows, nullptr, on_device};
+  set.row_places = {heap, rows, nullptr, on_device};
   set.expert_tokens = {heap, local_experts, nullptr, on_device};
   set.expert_y = {heap, rows * options.hidden, nullptr, on_device};
   set.layout.alignment = 1;
@@ -184,6 +180,7 @@ void low_latency_exchange::state::take_buffers(buffer_set& set, int ranks) {
   set.layout.begin = set.expert_begin.local();
   set.layout.expert_rows = set.expert_rows.local();
   set.layout.row_experts = set.row_experts.local();
+  set.layout.row_places = set.row_places.local();
   set.layout.x = reinterpret_cast<char*>(set.expert_x.local());
   set.layout.scales = set.expert_scales ? set.expert_scales.local() : nullptr;
   set.layout.y = reinterpret_cast<char*>(set.expert_y.local());
@@ -230,20 +227,28 @@ low_latency_exchange::round low_latency_exchange::state::issue(const tokens& fro
   return made;
 }
 
-low_latency_received low_latency_exchange::state::arrange(buffer_set& set, native_stream stream) {
+low_latency_received low_latency_exchange::state::wait(const round& of, buffer_set& set,
+                                                       native_stream stream) {
+  steps->wait_dispatch(index_of(of), set.shape, set.slot, by_expert() ? &set.layout : nullptr,
+                       totals, stream);
+  set.at = stage::received;
+  return output(set);
+}
+
+low_latency_received low_latency_exchange::state::output(const buffer_set& set) const {
   low_latency_received out{.x = set.x.local(),
                            .scales = set.scales ? set.scales.local() : nullptr,
                            .experts = set.experts.local(),
                            .weights = set.weights.local(),
                            .tokens = set.tokens.local(),
                            .source_rows = set.source_rows.local()};
-  if (!by_expert()) return out;
-  local_steps->place(set.shape, set.layout, stream);
-  local_steps->permute(set.shape, set.layout, stream);
-  out.x = set.layout.x;
-  out.scales = set.layout.scales;
-  out.expert_rows = set.layout.expert_rows;
-  out.expert_tokens = set.layout.expert_tokens;
+  if (by_expert()) {
+    out.x = set.layout.x;
+    out.scales = set.layout.scales;
+    out.expert_rows = set.layout.expert_rows;
+    out.row_places = set.layout.row_places;
+    out.expert_tokens = set.layout.expert_tokens;
+  }
   return out;
 }
 
@@ -266,9 +271,7 @@ low_latency_exchange::round low_latency_exchange::issue_dispatch(const tokens& f
 low_latency_received low_latency_exchange::wait_dispatch(const round& of, native_stream stream) {
   state& s = *state_;
   buffer_set& set = s.set_of(of, stage::sent, "wait_dispatch()");
-  s.steps->wait_dispatch(s.index_of(of), set.shape, set.slot, s.totals, stream);
-  set.at = stage::received;
-  return s.arrange(set, stream);
+  return s.wait(of, set, stream);
 }
 
 void* low_latency_exchange::combine_buffer(const round& of) const {
@@ -297,8 +300,10 @@ void low_latency_exchange::wait_combine(const round& of, void* out, const void* 
 low_latency_received low_latency_exchange::dispatch(const tokens& from, round& of,
                                                     native_stream stream) {
   state& s = *state_;
-  of = s.issue(from, true, stream);
-  return s.arrange(s.sets[s.index_of(of)], stream);
+  // By expert the kernel that arranges the rows waits for them itself.
+  of = s.issue(from, !s.by_expert(), stream);
+  buffer_set& set = s.sets[s.index_of(of)];
+  return s.by_expert() ? s.wait(of, set, stream) : s.output(set);
 }
 
 void low_latency_exchange::combine(const round& of, void* out, const void* bias,

@@ -3,6 +3,7 @@
 
 #include "comm/ep/bf16_pieces.cuh"
 #include "comm/ep/choices.cuh"
+#include "comm/ep/place_group.cuh"
 #include "comm/ep/send_row.cuh"
 
 #include <cstddef>
@@ -13,7 +14,7 @@
 namespace evmm::ep {
 
 constexpr int k_low_latency_warps = 16;  ///< of a dispatch's block, at most
-constexpr int k_returning_warps = 32;    ///< of a combine's block
+constexpr int k_returning_warps = 30;    ///< of a combine's block, at most
 
 /// Which part of a step a kernel does.
 struct low_latency_parts {
@@ -90,6 +91,8 @@ __global__ void __launch_bounds__(k_low_latency_warps * 32)
                                 const __grid_constant__ token_arrays from,
                                 const __grid_constant__ ep_totals totals, std::uint64_t* rounds,
                                 low_latency_parts parts) {
+  // What follows may be set up meanwhile.
+  asm volatile("griddepcontrol.launch_dependents;");
   extern __shared__ __align__(128) char shared[];
   const int warps = static_cast<int>(blockDim.x / 32);
   const int warp = static_cast<int>(threadIdx.x / 32);
@@ -167,58 +170,115 @@ __global__ void __launch_bounds__(k_low_latency_warps * 32)
   }
 }
 
+/// The layout by expert, a block an expert: waits for the rows, gives the choices of its expert
+/// their rows and copies them.
+__global__ void __launch_bounds__(k_low_latency_warps * 32)
+    low_latency_arrange_kernel(const __grid_constant__ ep_shape shape,
+                               const __grid_constant__ low_latency_slot slot,
+                               const __grid_constant__ expert_layout to,
+                               const __grid_constant__ ep_totals totals,
+                               const std::uint64_t* dispatch_rounds) {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  extern __shared__ __align__(128) char shared[];
+  const int warps = static_cast<int>(blockDim.x / 32);
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  warp_rows stage(shared, shape.row_bytes);
+  if (lane == 0) stage.init();
+  const auto word = [](const std::uint64_t* at) {
+    return __ldcg(reinterpret_cast<const unsigned long long*>(at));
+  };
+  const std::uint64_t now =
+      wait_for_living(shape, slot, flag_kind::rows, totals, word(dispatch_rounds), word(slot.dead));
+  auto* const source_rows = shape.at<std::int32_t>(shape.rank, slot.source_rows);
+  const place_range group = place_group(shape, to, static_cast<int>(blockIdx.x), [&](int place) {
+    const int source = place / to.rows.stride;
+    return !is_dead(now, source) && place % to.rows.stride < __ldcg(source_rows + source);
+  });
+  const auto r = static_cast<int>(threadIdx.x);
+  if (blockIdx.x == 0 && r < shape.ranks && is_dead(now, r)) source_rows[r] = 0;
+  __syncthreads();  // row_places are there
+  const char* const x = shape.at<char>(shape.rank, shape.x);
+  const float* const scales = shape.at<float>(shape.rank, shape.scales);
+  for (int i = static_cast<int>(threadIdx.x / 32); i < group.count; i += warps) {
+    const auto row = static_cast<std::size_t>(group.begin + i);
+    const int place = to.row_places[row];
+    bulk_wait_read();
+    __syncwarp();
+    if (lane == 0) stage.load(x, place);
+    for (int s = lane; s < shape.scale_count; s += 32) {
+      to.scales[row * shape.scale_count + s] =
+          scales[static_cast<std::size_t>(place) * shape.scale_count + s];
+    }
+    stage.wait();
+    if (lane == 0) bulk_store(to.x + row * shape.row_bytes, stage.get(), shape.row_bytes);
+    bulk_commit();
+  }
+  bulk_wait_written();
+}
+
+/// Pieces of a row that a warp takes at a time: to send it back, and to sum.
+struct row_pieces {
+  int back;  ///< a power of two, so that they are equally long
+  int sums;
+};
+
 /// Each warp takes piece after piece of the rows that came and stores what the experts made of them
 /// at the ranks they came from; then piece after piece of this rank's tokens, and sums what came.
-__global__ void __launch_bounds__(k_returning_warps * 32)
-    low_latency_combine_kernel(const __grid_constant__ ep_shape shape,
-                               const __grid_constant__ low_latency_slot slot,
-                               const __grid_constant__ expert_layout made, bool by_expert,
-                               int pieces, int count, const __grid_constant__ combine_output to,
-                               const __grid_constant__ ep_totals totals, std::uint64_t* rounds,
-                               low_latency_parts parts) {
+__global__ void __launch_bounds__(k_returning_warps * 32) low_latency_combine_kernel(
+    const __grid_constant__ ep_shape shape, const __grid_constant__ low_latency_slot slot,
+    const __grid_constant__ expert_layout made, bool by_expert, row_pieces pieces, int count,
+    const __grid_constant__ combine_output to, const __grid_constant__ ep_totals totals,
+    std::uint64_t* rounds, low_latency_parts parts) {
+  extern __shared__ __align__(128) char shared[];
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int first = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) / 32;
   const int step = static_cast<int>(gridDim.x * blockDim.x) / 32;
-  const int length = (shape.hidden / 8 + pieces - 1) / pieces * 8;
   std::uint64_t dead = __ldcg(reinterpret_cast<const unsigned long long*>(slot.dead));
   std::uint64_t round = this_round(rounds);
-  const auto* const y = shape.at<__nv_bfloat16>(shape.rank, shape.y);
-  const auto* const expert_y = reinterpret_cast<const __nv_bfloat16*>(made.y);
   if (parts.issue) {
-    const int items = made.rows.places() * pieces;
+    const int length = shape.hidden / pieces.back;
+    const auto bytes = static_cast<std::uint32_t>(length * sizeof(__nv_bfloat16));
+    warp_rows stage(shared, bytes);
+    if (lane == 0) stage.init();
+    __syncwarp();
+    const char* const y = shape.at<char>(shape.rank, shape.y);
+    const auto* const expert_y = reinterpret_cast<const __nv_bfloat16*>(made.y);
+    const int items = made.rows.places() * pieces.back;
     for (int item = first; item < items; item += step) {
-      const auto place = static_cast<std::size_t>(item / pieces);
-      const int source = static_cast<int>(place) / slot.max_tokens;
+      const int place = item / pieces.back;
+      const int source = place / slot.max_tokens;
       // Fetched together; what lies where no row came is not looked at.
-      const bool there = has_row(made.rows, item / pieces);
+      const bool there = has_row(made.rows, place) && !is_dead(dead, source);
       const int origin = shape.at<std::int32_t>(shape.rank, slot.origins)[place];
-      if (!there || is_dead(dead, source)) continue;
+      const int begin = item % pieces.back * length;
       auto* const back = shape.at<__nv_bfloat16>(source, slot.returns) +
-                         static_cast<std::size_t>(origin) * shape.hidden;
-      const int begin = item % pieces * length;
-      const int end = min(shape.hidden, begin + length);
+                         static_cast<std::size_t>(there ? origin : 0) * shape.hidden;
       if (!by_expert) {
-#pragma unroll 4
-        for (int i = begin + lane * 8; i < end; i += 32 * 8) {
-          store_piece(back + i, load_piece(y + place * shape.hidden + i));
+        if (!there) continue;
+        bulk_wait_read();
+        __syncwarp();
+        if (lane == 0) {
+          stage.load(y, item);
         }
+        stage.wait();
+        if (lane == 0) bulk_store(back + begin, stage.get(), bytes);
+        bulk_commit();
         continue;
       }
-      const row_choices choices(shape, made, place, lane);
-      const unsigned some = __ballot_sync(k_whole_warp, choices.row >= 0);
-#pragma unroll 2
-      for (int from = begin; from < end; from += 32 * 8) {
+      const row_choices choices(shape, made, static_cast<std::size_t>(place), there, lane);
+      if (!there) continue;
+      const int end = begin + length;
+      for (int from = begin; from < end; from += k_elements_together) {
         const int i = from + lane * 8;
-        float sum[8] = {};
-        for (unsigned left = some; left != 0; left &= left - 1) {
-          const int k = __ffs(static_cast<int>(left)) - 1;
-          const auto row = static_cast<std::size_t>(__shfl_sync(k_whole_warp, choices.row, k));
-          const float weight = __shfl_sync(k_whole_warp, choices.weight, k);
-          if (i < end) add_scaled(sum, load_piece(expert_y + row * shape.hidden + i), weight);
-        }
-        if (i < end) store_piece(back + i, to_piece(sum));
+        float sum[k_pieces_together][8] = {};
+        add_rows(
+            sum, choices.count(), i, end,
+            [&](int j) { return expert_y + choices.row(j) * shape.hidden; },
+            [&](int j) { return choices.weight(j); });
+        store_sums(back, sum, i, end);
       }
     }
+    bulk_wait_written();
     __syncthreads();
     if (threadIdx.x == 0) rounds[blockIdx.x] = round;
     tell_living(shape, flag_kind::sums, dead);
@@ -231,22 +291,34 @@ __global__ void __launch_bounds__(k_returning_warps * 32)
   auto* const out = static_cast<__nv_bfloat16*>(to.sums);
   const auto* const bias = static_cast<const __nv_bfloat16*>(to.bias);
   const auto* const returns = shape.at<__nv_bfloat16>(shape.rank, slot.returns);
-  const int items = count * pieces;
-  for (int item = first; item < items; item += step) {
-    const auto t = static_cast<std::size_t>(item / pieces);
+  const int length = (shape.hidden / 8 + pieces.sums - 1) / pieces.sums * 8;
+  const auto once = [](int) { return 1.0f; };
+  for (int item = first; item < count * pieces.sums; item += step) {
+    const auto t = static_cast<std::size_t>(item / pieces.sums);
     const std::uint64_t mask = slot.masks[t];
-    const int begin = item % pieces * length;
-    const int end = min(shape.hidden, begin + length);
-#pragma unroll 2
-    for (int i = begin + lane * 8; i < end; i += 32 * 8) {
-      float sum[8] = {};
-      if (bias != nullptr) add(sum, load_piece(bias + t * shape.hidden + i));
-      std::size_t row = t * slot.width;
-      for (std::uint64_t left = mask; left != 0; left &= left - 1, ++row) {
-        if (is_dead(dead, __ffsll(static_cast<long long>(left)) - 1)) continue;
-        add(sum, load_new_piece(returns + row * shape.hidden + i));
+    unsigned left_out = 0;  // of the rows that came back for it
+    if ((mask & dead) != 0) {
+      int index = 0;
+      for (std::uint64_t left = mask; left != 0; left &= left - 1, ++index) {
+        if (is_dead(dead, __ffsll(static_cast<long long>(left)) - 1)) left_out |= 1u << index;
       }
-      store_piece(out + t * shape.hidden + i, to_piece(sum));
+    }
+    const auto* const rows = returns + t * slot.width * shape.hidden;
+    const int begin = item % pieces.sums * length;
+    const int end = min(shape.hidden, begin + length);
+    for (int from = begin; from < end; from += k_elements_together) {
+      const int i = from + lane * 8;
+      float sum[k_pieces_together][8] = {};
+      if (bias != nullptr) {
+        add_rows(
+            sum, 1, i, end, [&](int) { return bias + t * shape.hidden; }, once);
+      }
+      const auto row_at = [&](int j) -> const __nv_bfloat16* {
+        if ((left_out >> j & 1) != 0) return nullptr;
+        return rows + static_cast<std::size_t>(j) * shape.hidden;
+      };
+      add_rows(sum, __popcll(mask), i, end, row_at, once);
+      store_sums(out + t * shape.hidden, sum, i, end);
     }
   }
 }

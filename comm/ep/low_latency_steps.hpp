@@ -15,15 +15,17 @@ class low_latency_steps {
  public:
   virtual ~low_latency_steps() = default;
 
-  /// Stores the tokens' rows at their ranks and tells them; with `wait`, then waits as below.
+  /// Stores the tokens' rows at their ranks and tells them; with `wait`, then waits until every
+  /// living rank's are here.
   virtual void issue_dispatch(int set, const ep_shape& shape, const low_latency_slot& slot,
                               const token_arrays& from, const ep_totals& totals, bool wait,
                               native_stream stream) = 0;
-  /// Until every living rank's rows are here.
+  /// Waits; then copies them to the layout by expert when `to` is not null.
   virtual void wait_dispatch(int set, const ep_shape& shape, const low_latency_slot& slot,
-                             const ep_totals& totals, native_stream stream) = 0;
+                             const expert_layout* to, const ep_totals& totals,
+                             native_stream stream) = 0;
   /// Stores what the experts made of the rows that came, summed by weight when `by_expert`, where
-  /// they came from; with `to`, then waits and sums as below. `rows` are about as many.
+  /// they came from; with `to`, then waits and sums as below.
   virtual void issue_combine(int set, const ep_shape& shape, const low_latency_slot& slot,
                              const expert_layout& made, bool by_expert, int count,
                              const combine_output* to, const ep_totals& totals,

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include "comm/ep/bf16_pieces.cuh"
 #include "comm/ep/bulk_copy.cuh"
 #include "comm/ep/fp8.hpp"
 #include "comm/ep/meet_peers.cuh"
 #include "comm/ep/rank_rows.cuh"
 
-#include <cuda_bf16.h>
 #include <cuda_fp8.h>
 
 #include <cstddef>
@@ -53,27 +53,54 @@ class warp_rows {
 };
 
 /// A row of bf16 in shared memory becomes one of e4m3 in its place, by a warp: lane l keeps the
-/// scales of groups l, l + 32, ... of 128 elements.
+/// scales of groups l, l + 32, ... of 128 elements. Half a warp has a group at a time, eight
+/// elements a lane, and several at once.
 __device__ __forceinline__ void quantize_row(char* row, int groups, int lane,
                                              float (&scales)[k_lane_scales]) {
+  constexpr int together = 4;
+  const auto* const given = reinterpret_cast<const bf16_piece*>(row);
+  auto* const made = reinterpret_cast<uint2*>(row);
+#pragma unroll
   for (int i = 0; i < k_lane_scales; ++i) {
-    for (int g = 32 * i; g < min(groups, 32 * i + 32); ++g) {
-      const auto* const pairs = reinterpret_cast<const __nv_bfloat162*>(row) + g * 64 + lane * 2;
-      const float2 low = __bfloat1622float2(pairs[0]);
-      const float2 high = __bfloat1622float2(pairs[1]);
-      float amax = fmaxf(fmaxf(fabsf(low.x), fabsf(low.y)), fmaxf(fabsf(high.x), fabsf(high.y)));
-      for (int step = 16; step > 0; step /= 2) {
-        amax = fmaxf(amax, __shfl_xor_sync(k_whole_warp, amax, step));
+    for (int first = 0; first < 16 && 32 * i + 2 * first < groups; first += together) {
+      bf16_piece pieces[together];
+      float amax[together];
+#pragma unroll
+      for (int u = 0; u < together; ++u) {
+        const int pair = 16 * i + first + u;  // of groups
+        amax[u] = k_least_amax;
+        if (2 * pair + lane / 16 >= groups) continue;
+        pieces[u] = given[pair * 32 + lane];
+#pragma unroll
+        for (int p = 0; p < 4; ++p) {
+          const float2 two = __bfloat1622float2(pieces[u].pairs[p]);
+          amax[u] = fmaxf(amax[u], fmaxf(fabsf(two.x), fabsf(two.y)));
+        }
       }
-      amax = fmaxf(amax, k_least_amax);
-      const float by = k_fp8_most / amax;
-      if (lane == g % 32) scales[i] = amax / k_fp8_most;
-      const auto two = [&](float a, float b) {
-        return __nv_cvt_float2_to_fp8x2({a * by, b * by}, __NV_SATFINITE, __NV_E4M3);
-      };
-      const ushort2 made{two(low.x, low.y), two(high.x, high.y)};
+      for (int step = 8; step > 0; step /= 2) {
+#pragma unroll
+        for (int u = 0; u < together; ++u) {
+          amax[u] = fmaxf(amax[u], __shfl_xor_sync(k_whole_warp, amax[u], step));
+        }
+      }
       __syncwarp();  // all have read what is overwritten
-      reinterpret_cast<ushort2*>(row)[g * 32 + lane] = made;
+#pragma unroll
+      for (int u = 0; u < together; ++u) {
+        const int pair = 16 * i + first + u;
+        const float even = __shfl_sync(k_whole_warp, amax[u], 0);
+        const float odd = __shfl_sync(k_whole_warp, amax[u], 16);
+        if (lane / 2 == first + u) scales[i] = (lane % 2 == 0 ? even : odd) / k_fp8_most;
+        if (2 * pair + lane / 16 >= groups) continue;
+        const float by = k_fp8_most / amax[u];
+        __nv_fp8x2_storage_t fp8[4];
+#pragma unroll
+        for (int p = 0; p < 4; ++p) {
+          const float2 two = __bfloat1622float2(pieces[u].pairs[p]);
+          fp8[p] = __nv_cvt_float2_to_fp8x2({two.x * by, two.y * by}, __NV_SATFINITE, __NV_E4M3);
+        }
+        made[pair * 32 + lane] = {fp8[0] | static_cast<unsigned>(fp8[1]) << 16,
+                                  fp8[2] | static_cast<unsigned>(fp8[3]) << 16};
+      }
       __syncwarp();
     }
   }

@@ -42,7 +42,6 @@ class low_latency_rank {
                           .arranged = options.arranged,
                           .max_tokens = options.max_tokens,
                           .sms = options.sms,
-                          .local_sms = options.local_sms,
                           .timeout = timeout}),
         stream_(at.on->create_stream(at.device)) {
     const std::size_t most = options.max_tokens;

@@ -89,6 +89,7 @@ struct received {
   // By expert only.
   const std::int32_t* expert_begin = nullptr;  ///< [local experts + 1]: of each group's rows
   const std::int32_t* row_experts = nullptr;   ///< [expert rows]: its expert; -1 in padding
+  const std::int32_t* row_places = nullptr;    ///< [expert rows]: the received row it copies; or -1
   const std::int32_t* expert_rows = nullptr;  ///< [rows][top_k]: each choice's row, where it is one
   std::size_t expert_capacity = 0;
 };

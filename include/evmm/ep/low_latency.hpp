@@ -26,9 +26,8 @@ struct low_latency_options {
   /// Most tokens that a rank dispatches at once, up to 1,024. Receive buffers hold this many of
   /// every rank, twice.
   std::size_t max_tokens = 128;
-  /// Multiprocessors that a dispatch or a combine occupies while it sends; a wait takes one.
+  /// Multiprocessors that a dispatch or a combine occupies while it sends.
   int sms = 24;
-  int local_sms = 0;
   /// After this a rank that did not come counts as dead.
   std::chrono::milliseconds timeout = std::chrono::seconds(10);
 };
@@ -45,6 +44,7 @@ struct low_latency_received {
   std::int32_t* tokens = nullptr;               ///< [ranks][max_tokens]: index at the source
   const std::int32_t* source_rows = nullptr;    ///< [ranks]; 0 for a dead one
   const std::int32_t* expert_rows = nullptr;    ///< by expert: each choice's row, as experts
+  const std::int32_t* row_places = nullptr;     ///< by expert: the place each row is a copy of
   const std::int32_t* expert_tokens = nullptr;  ///< by expert [local experts]: rows of each group
 };
 
