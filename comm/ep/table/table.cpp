@@ -84,17 +84,16 @@ void table::state::gather(std::span<const std::int64_t> indices, void* out, nati
   begin_gather(stream);
   for (std::size_t first = 0; first < indices.size(); first += options.max_batch) {
     const std::size_t count = std::min(options.max_batch, indices.size() - first);
-    steps->gather(
-        shape,
-        {.indices = indices.data() + first,
-         .out = static_cast<char*>(out) + first * options.row_bytes,
-         .place = first,
-         .count = static_cast<std::uint32_t>(count),
-         .sorted_by = ordered ? bits_to_sort(shape.keys(), options.row_bytes, count) : key_bits{},
-         .sms = how.sms > 0        ? how.sms
-                : host_bytes() > 0 ? k_host_sms
-                                   : 0},
-        scratch ? scratch.local() : nullptr, stream);
+    steps->gather(shape,
+                  {.indices = indices.data() + first,
+                   .out = static_cast<char*>(out) + first * options.row_bytes,
+                   .place = first,
+                   .count = static_cast<std::uint32_t>(count),
+                   .sorted_by = ordered ? bits_to_sort(shape.keys()) : key_bits{},
+                   .sms = how.sms > 0        ? how.sms
+                          : host_bytes() > 0 ? k_host_sms
+                                             : 0},
+                  scratch ? scratch.local() : nullptr, stream);
   }
   end_gather(stream);
   if (options.check_indices) check(stream);

@@ -106,17 +106,15 @@ inline bool worth_ordering(std::size_t count, std::size_t row_bytes, std::size_t
   return by_address < as_given || sorting < moving / 32;
 }
 
-/// The highest bits of the keys, to sort by: whole digits of a radix sort, as few as will do. Rows
-/// that agree in them are loaded side by side, in any order: they must lie well within the
-/// translation reach, and be so few that duplicates are neighbours.
-inline key_bits bits_to_sort(std::uint64_t keys, std::size_t row_bytes, std::size_t count) {
+/// The bits of the keys to sort by. The translation reach alone would do with one digit of a radix
+/// sort; but rows that many ask for are often neighbours in the table, and only where they are
+/// apart in the order are their duplicates found. So all bits are sorted, or all but the two lowest
+/// where that saves a digit: then a row is loaded at most once for every eight that want it.
+inline key_bits bits_to_sort(std::uint64_t keys) {
   constexpr int digit = 8;
   const int bits = std::max(1, static_cast<int>(std::bit_width(keys - 1)));
-  const std::uint64_t most_rows = k_translation_reach / 8 / row_bytes;
-  const int for_reach = bits - static_cast<int>(std::bit_width(most_rows)) + 1;
-  const int for_duplicates = static_cast<int>(std::bit_width(count / (k_chunk / 2)));
-  const int needed = std::max({1, for_reach, for_duplicates});
-  return {.first = std::max(0, bits - (needed + digit - 1) / digit * digit), .last = bits};
+  const int beyond = bits % digit;
+  return {.first = bits > digit && beyond <= 2 ? beyond : 0, .last = bits};
 }
 
 }  // namespace evmm::ep

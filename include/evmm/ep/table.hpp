@@ -125,7 +125,8 @@ class table {
                                             native_stream after, const gather_options& how = {});
 
   /// Writes whole rows from `first` on, by copies in stream order; `rows` in any memory, also the
-  /// host's. No copy of them stays in any rank's cache.
+  /// host's, where they stay until the stream is past it. No copy of them stays in any rank's
+  /// cache.
   void write(std::size_t first, std::span<const std::byte> rows, native_stream stream);
   /// Writes row i of `rows` ([indices.size()][row_bytes], aligned to 16) to row indices[i], both in
   /// memory that this rank's device reaches. Which of several writes to one row stays is not said.
