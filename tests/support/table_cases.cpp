@@ -290,6 +290,10 @@ void a_captured_gather_is_replayed(const rank_context& at) {
     scoped_capture refused(*at.on, checking.stream());
     EXPECT_THAT(thrown_by([&] { checking.table().gather(few, checking.out(), checking.stream()); }),
                 HasSubstr("check_indices waits for each gather"));
+    EXPECT_THAT(thrown_by([&] {
+                  (void)checking.table().issue_gather(few, checking.out(), checking.stream());
+                }),
+                HasSubstr("check_indices waits for each gather"));
     refused.end();
   }
   checking.meet();

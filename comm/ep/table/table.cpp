@@ -65,8 +65,8 @@ void table::state::end_gather(native_stream stream) {
   last.recorded = true;
 }
 
-void table::state::gather(std::span<const std::int64_t> indices, void* out, native_stream stream,
-                          const gather_options& how) {
+void table::state::check_gather(std::span<const std::int64_t> indices, void* out,
+                                native_stream stream, const gather_options& how) const {
   if (!indices.empty() && indices.data() == nullptr) {
     refuse("cannot gather: indices are null", "give indices in memory of the device");
   }
@@ -79,6 +79,10 @@ void table::state::gather(std::span<const std::int64_t> indices, void* out, nati
         fmt::format("DEVICE {} has {}; give 0 for the default", device().value, multiprocessors));
   }
   refuse_capture(stream);
+}
+
+void table::state::gather(std::span<const std::int64_t> indices, void* out, native_stream stream,
+                          const gather_options& how) {
   if (indices.empty()) return;
   const bool ordered = orders(indices.size(), how);
   begin_gather(stream);
@@ -137,6 +141,7 @@ table::~table() = default;
 void table::gather(std::span<const std::int64_t> indices, void* out, native_stream stream,
                    const gather_options& how) {
   const device_scope scope(state_->on(), state_->device());
+  state_->check_gather(indices, out, stream, how);
   state_->gather(indices, out, stream, how);
 }
 
@@ -144,6 +149,7 @@ pending_gather table::issue_gather(std::span<const std::int64_t> indices, void* 
                                    native_stream after, const gather_options& how) {
   state& s = *state_;
   const device_scope scope(s.on(), s.device());
+  s.check_gather(indices, out, after, how);
   auto made = std::make_unique<pending_gather::state>(s.events);
   s.on().record(s.issued_after, after);
   s.on().wait(s.own, s.issued_after);

@@ -128,13 +128,16 @@ table::state::state(symmetric_heap& given, const table_options& wanted)
     const device_scope scope(on(), device());
     multiprocessors = on().describe(device()).multiprocessors;
     own = on().create_stream(device());
-    on().fill(address_of(counts.local()), std::byte{0}, counts.bytes(), own);
-    if (tags) on().fill(address_of(tags.local()), std::byte{0}, tags.bytes(), own);
-    on().synchronize(own);
     events = std::make_shared<event_store>(on(), device());
     eager.event = events->take();
     captured.event = events->take();
     issued_after = events->take();
+    // The blocks may have been another stream's, for which the default stream waits.
+    on().record(issued_after, nullptr);
+    on().wait(own, issued_after);
+    on().fill(address_of(counts.local()), std::byte{0}, counts.bytes(), own);
+    if (tags) on().fill(address_of(tags.local()), std::byte{0}, tags.bytes(), own);
+    on().synchronize(own);
   });
 }
 

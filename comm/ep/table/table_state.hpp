@@ -55,6 +55,8 @@ struct table::state {
   ~state();
 
   symmetric_buffer<std::byte> make_rows();
+  void check_gather(std::span<const std::int64_t> indices, void* out, native_stream stream,
+                    const gather_options& how) const;
   void gather(std::span<const std::int64_t> indices, void* out, native_stream stream,
               const gather_options& how);
   /// The work on `stream` that is enqueued between these two comes after all gathers so far.
