@@ -163,11 +163,11 @@ std::span<const std::int64_t> table_probe::consecutive(std::size_t count) {
 
 void table_probe::prepare(std::size_t out_bytes) {
   check(cudaMemsetAsync(state_->out, 0xee, out_bytes, state_->stream), "cudaMemsetAsync");
-  check(cudaMemsetAsync(state_->flushed, 0, k_flushed, state_->stream), "cudaMemsetAsync");
   check(cudaStreamSynchronize(state_->stream), "cudaStreamSynchronize");
 }
 
 void table_probe::begin() {
+  check(cudaMemsetAsync(state_->flushed, 0, k_flushed, state_->stream), "cudaMemsetAsync");
   check(cudaEventRecord(state_->begin, state_->stream), "cudaEventRecord");
 }
 

@@ -37,8 +37,10 @@ class table_probe {
                                      std::size_t count, std::uint64_t seed);
   /// Consecutive rows, for the rate of the link.
   std::span<const std::int64_t> consecutive(std::size_t count);
-  /// Writes over the L2 cache and the output; blocks.
+  /// Writes over the output; blocks.
   void prepare(std::size_t out_bytes);
+  /// Writes over the L2 cache, which takes the stream longer than the CPU takes to enqueue what
+  /// comes next, and begins to count.
   void begin();
   /// Seconds since begin(); blocks.
   double end();

@@ -338,6 +338,33 @@ void wrong_calls_are_refused(const rank_context& at) {
   mine.meet();
 }
 
+void what_does_not_fit_leaves_the_heap_as_it_was(const rank_context& at) {
+  symmetric_heap heap(at.make({.reserve = 256_MiB}),
+                      {.growth_step = 2_MiB, .device_limit = 16_MiB, .host_limit = 16_MiB});
+  const auto ranks = static_cast<std::size_t>(at.ranks->size());
+  const auto refused = [&](const ep::table_options& options) {
+    EXPECT_THROW(ep::table(heap, options), error);
+    EXPECT_EQ(heap.report().allocated_bytes, 0u);
+    heap.check_invariants();
+  };
+  refused({.rows = ranks * 32_MiB / 1024, .row_bytes = 1024});
+  refused({.rows = ranks * 8_MiB / 1024, .row_bytes = 1024, .cache_rows = 32_MiB / 1024});
+  refused({.rows = ranks * 512_MiB / 1024,
+           .row_bytes = 1024,
+           .tiers = tier_policy::device_first,
+           .device_rows = 4_MiB / 1024});
+  // What these took is free for another, in whichever pool it was.
+  {
+    ep::table fits(heap, {.rows = ranks * 12_MiB / 1024,
+                          .row_bytes = 1024,
+                          .tiers = tier_policy::device_first,
+                          .max_batch = 1024});
+    EXPECT_GT(heap.report().allocated_bytes, 12_MiB);
+  }
+  EXPECT_EQ(heap.report().allocated_bytes, 0u);
+  heap.close();
+}
+
 void random_tables_are_exact(const rank_context& at) {
   run_random_tables(at, 6, 13);
 }
@@ -398,6 +425,7 @@ const std::vector<symmetric_case>& table_cases() {
       EVMM_CASE(an_issued_gather_is_waited_for_by_any_stream),
       EVMM_CASE(a_captured_gather_is_replayed),
       EVMM_CASE(wrong_calls_are_refused),
+      EVMM_CASE(what_does_not_fit_leaves_the_heap_as_it_was),
       EVMM_CASE(random_tables_are_exact),
   };
 #undef EVMM_CASE

@@ -70,7 +70,7 @@ class cuda_table_steps final : public table_steps {
     if (batch.sorted_by.any() || shape.sets > 0) {
       const scratch_layout room(scratch, max_batch_);
       order = {room.keys[0], room.places[0], nullptr};
-      key_kernel<<<blocks(warps, 2 * sms_), k_gather_warps * 32, 0, stream>>>(shape, batch, order);
+      key_kernel<<<blocks(warps, sms_), k_gather_warps * 32, 0, stream>>>(shape, batch, order);
       check(cudaGetLastError(), "key_kernel");
       if (batch.sorted_by.any()) {
         buffers keys(room.keys[0], room.keys[1]);
@@ -92,7 +92,7 @@ class cuda_table_steps final : public table_steps {
     }
     const unsigned pieces = (shape.view.row_bytes + k_piece_bytes - 1) / k_piece_bytes;
     const std::uint64_t items = std::uint64_t{warps} * pieces;
-    gather_kernel<<<blocks(items, batch.sms > 0 ? batch.sms : 2 * sms_), k_gather_warps * 32, 0,
+    gather_kernel<<<blocks(items, batch.sms > 0 ? batch.sms : sms_), k_gather_warps * 32, 0,
                     stream>>>(shape, batch, order);
     check(cudaGetLastError(), "gather_kernel");
   }

@@ -8,7 +8,9 @@
 
 namespace evmm::ep {
 
-constexpr int k_gather_warps = 16;  ///< of a block
+/// Of a block. One block fills a multiprocessor's registers; with 64 KiB of loads under way that is
+/// as much as its memory path takes.
+constexpr int k_gather_warps = 16;
 /// Of a row: what one warp copies of 32 rows, so that large rows keep all warps busy.
 constexpr std::uint32_t k_piece_bytes = 1024;
 
