@@ -27,7 +27,6 @@ void check_cuda(cudaError_t code, const char* call) {
 }
 
 void require_bulk_copies(int device) {
-  check_cuda(cudaSetDevice(device), "cudaSetDevice");
   const int major = attribute(device, cudaDevAttrComputeCapabilityMajor);
   if (major >= 9) return;
   throw unsupported("the kernels of evmm::ep copy in bulk, which DEVICE " + std::to_string(device) +

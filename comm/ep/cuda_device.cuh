@@ -13,15 +13,34 @@ namespace evmm::ep {
 
 /// Throws driver_error.
 void check_cuda(cudaError_t code, const char* call);
-/// Makes the device the thread's and sees that the kernels run on it: throws unsupported below
-/// compute capability 9.0.
+/// Sees that the kernels run on the device: throws unsupported below compute capability 9.0.
 void require_bulk_copies(int device);
 /// `sms`, or all for 0. Throws invalid_argument naming the option when there are fewer.
 int checked_sms(int device, const char* option, int sms);
 /// Dynamic shared memory that the kernels of `ep` may have in a block, and lets `kernel` have it.
 std::size_t allow_shared(int device, const void* kernel);
 
-/// Memory of the device, all zero at first.
+/// Makes a device the thread's for a scope.
+class device_guard {
+ public:
+  explicit device_guard(int device) {
+    check_cuda(cudaGetDevice(&before_), "cudaGetDevice");
+    if (before_ == device) return;
+    check_cuda(cudaSetDevice(device), "cudaSetDevice");
+    changed_ = true;
+  }
+  device_guard(const device_guard&) = delete;
+  device_guard& operator=(const device_guard&) = delete;
+  ~device_guard() {
+    if (changed_) (void)cudaSetDevice(before_);
+  }
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+/// Memory of the thread's device, all zero at first.
 template <class T>
 class device_words {
  public:
@@ -39,7 +58,7 @@ class device_words {
   T* at_ = nullptr;
 };
 
-/// Warps of a block that each hold a row in shared memory; see warp_rows.
+/// Warps of a block that each hold a row in shared memory; see warp_row.
 struct rows_in_shared {
   unsigned warps;
   std::size_t bytes;

@@ -28,7 +28,7 @@ class cuda_low_latency_steps final : public low_latency_steps {
   void issue_dispatch(int set, const ep_shape& shape, const low_latency_slot& slot,
                       const token_arrays& from, const ep_totals& totals, bool wait,
                       native_stream stream) override {
-    enter();
+    const device_guard here(device_);
     const std::size_t known = low_latency_shared::bytes(shape, from.count);
     const rows_in_shared room(shape.given_bytes(), k_low_latency_warps, shared_ - known);
     low_latency_dispatch_kernel<<<sms_, room.warps * 32, room.bytes + known, stream>>>(
@@ -38,7 +38,7 @@ class cuda_low_latency_steps final : public low_latency_steps {
   void wait_dispatch(int set, const ep_shape& shape, const low_latency_slot& slot,
                      const expert_layout* to, const ep_totals& totals,
                      native_stream stream) override {
-    enter();
+    const device_guard here(device_);
     if (to == nullptr) {
       low_latency_dispatch_kernel<<<1, ep_shape::most_ranks, 0, stream>>>(
           shape, slot, {}, totals, rounds_of(set, 0), {.issue = false, .wait = true});
@@ -75,14 +75,13 @@ class cuda_low_latency_steps final : public low_latency_steps {
   }
 
  private:
-  void enter() const { check_cuda(cudaSetDevice(device_), "cudaSetDevice"); }
   std::uint64_t* rounds_of(int set, int step) const {
     return rounds_.get() + (2 * set + step) * sms_;
   }
   void combine(int set, const ep_shape& shape, const low_latency_slot& slot,
                const expert_layout& made, bool by_expert, int count, const combine_output& to,
                const ep_totals& totals, low_latency_parts parts, native_stream stream) {
-    enter();
+    const device_guard here(device_);
     const int row_bytes = shape.hidden * static_cast<int>(sizeof(__nv_bfloat16));
     const int warps = sms_ * k_returning_warps;
     // With few tokens, several warps share a row; about as many rows come as go.
@@ -110,6 +109,7 @@ class cuda_low_latency_steps final : public low_latency_steps {
 
 std::unique_ptr<low_latency_steps> make_cuda_low_latency_steps(device_id device, int sms) {
   require_bulk_copies(device.value);
+  const device_guard here(device.value);
   return std::make_unique<cuda_low_latency_steps>(device.value, sms);
 }
 

@@ -32,7 +32,7 @@ class cuda_steps final : public ep_steps {
 
   void plan(const ep_shape& shape, const token_arrays& from, const plan_arrays& to,
             const ep_totals& totals, native_stream stream) override {
-    enter();
+    const device_guard here(device_);
     const plan_shared room(shape, from.count, shared_);
     const expert_counts counts{chosen_.get(), chosen_.get() + shape.ranks * shape.local_experts};
     plan_kernel<<<1 + k_counting_blocks, k_plan_warps * 32, room.bytes, stream>>>(
@@ -41,13 +41,13 @@ class cuda_steps final : public ep_steps {
   }
   void plan_again(const ep_shape& shape, const plan_arrays& by, const ep_totals& totals,
                   native_stream stream) override {
-    enter();
+    const device_guard here(device_);
     plan_again_kernel<<<1, k_plan_warps * 32, 0, stream>>>(shape, by, totals, plan_rounds());
     check_cuda(cudaGetLastError(), "plan_again_kernel");
   }
   void send(const ep_shape& shape, const token_arrays& from, const plan_arrays& by,
             const ep_totals& totals, std::uint64_t ticket, native_stream stream) override {
-    enter();
+    const device_guard here(device_);
     const rows_in_shared room(shape.given_bytes(), k_send_warps, shared_);
     cudaLaunchConfig_t config{};
     config.gridDim = static_cast<unsigned>(sms_);
@@ -66,7 +66,7 @@ class cuda_steps final : public ep_steps {
   }
   void combine(const ep_shape& shape, int count, const plan_arrays& by, const combine_output& to,
                const ep_totals& totals, native_stream stream) override {
-    enter();
+    const device_guard here(device_);
     const int chunk = combine_chunk(shape);
     const std::size_t stage = static_cast<std::size_t>(shape.ranks) *
                                   static_cast<std::size_t>(chunk) * sizeof(__nv_bfloat16) +
@@ -84,19 +84,19 @@ class cuda_steps final : public ep_steps {
   }
 
   void place(const ep_shape& shape, const expert_layout& to, native_stream stream) override {
-    enter();
+    const device_guard here(device_);
     place_kernel<<<shape.local_experts, k_place_warps * 32, 0, stream>>>(shape, to);
     check_cuda(cudaGetLastError(), "place_kernel");
   }
   void permute(const ep_shape& shape, const expert_layout& to, native_stream stream) override {
-    enter();
+    const device_guard here(device_);
     const rows_in_shared room(shape.row_bytes, k_permute_warps, shared_);
     permute_kernel<<<local_sms_, room.warps * 32, room.bytes, stream>>>(shape, to);
     check_cuda(cudaGetLastError(), "permute_kernel");
   }
   void unpermute(const ep_shape& shape, const expert_layout& from, bool weighted,
                  native_stream stream) override {
-    enter();
+    const device_guard here(device_);
     // With few places, several warps share a row.
     const int warps = local_sms_ * k_unpermute_blocks * k_unpermute_warps;
     const int pieces = std::clamp(warps / from.rows.places(), 1, (shape.hidden + 255) / 256);
@@ -106,14 +106,13 @@ class cuda_steps final : public ep_steps {
   }
   void permute_gradients(const ep_shape& shape, const expert_layout& to, const void* outputs,
                          native_stream stream) override {
-    enter();
+    const device_guard here(device_);
     permute_gradients_kernel<<<local_sms_ * k_unpermute_blocks, k_unpermute_warps * 32, 0,
                                stream>>>(shape, to, static_cast<const __nv_bfloat16*>(outputs));
     check_cuda(cudaGetLastError(), "permute_gradients_kernel");
   }
 
  private:
-  void enter() const { check_cuda(cudaSetDevice(device_), "cudaSetDevice"); }
   std::uint64_t* plan_rounds() const { return rounds_.get(); }
   std::uint64_t* send_rounds() const { return rounds_.get() + 1; }
   std::uint64_t* combine_rounds() const { return rounds_.get() + 1 + sms_; }
@@ -130,6 +129,7 @@ class cuda_steps final : public ep_steps {
 
 std::unique_ptr<ep_steps> make_cuda_steps(device_id device, int sms, int local_sms, int experts) {
   require_bulk_copies(device.value);
+  const device_guard here(device.value);
   return std::make_unique<cuda_steps>(device.value, sms, local_sms, experts);
 }
 

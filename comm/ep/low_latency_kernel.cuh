@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(k_low_latency_warps * 32)
   std::uint64_t round = this_round(rounds);
   if (parts.issue) {
     const std::uint32_t given = shape.given_bytes();
-    warp_rows stage(shared, given);
+    warp_row stage(shared, given);
     const low_latency_shared know(shared + static_cast<std::size_t>(warps) * (given + 8),
                                   from.count);
     const int first = static_cast<int>(blockIdx.x) + warp * static_cast<int>(gridDim.x);
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(k_low_latency_warps * 32)
   extern __shared__ __align__(128) char shared[];
   const int warps = static_cast<int>(blockDim.x / 32);
   const int lane = static_cast<int>(threadIdx.x % 32);
-  warp_rows stage(shared, shape.row_bytes);
+  warp_row stage(shared, shape.row_bytes);
   if (lane == 0) stage.init();
   const auto word = [](const std::uint64_t* at) {
     return __ldcg(reinterpret_cast<const unsigned long long*>(at));
@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(k_returning_warps * 32) low_latency_combine_ke
   if (parts.issue) {
     const int length = shape.hidden / pieces.back;
     const auto bytes = static_cast<std::uint32_t>(length * sizeof(__nv_bfloat16));
-    warp_rows stage(shared, bytes);
+    warp_row stage(shared, bytes);
     if (lane == 0) stage.init();
     __syncwarp();
     const char* const y = shape.at<char>(shape.rank, shape.y);

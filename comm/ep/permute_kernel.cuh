@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(k_permute_warps * 32)
   extern __shared__ __align__(128) char shared[];
   const int warps = static_cast<int>(blockDim.x / 32);
   const int lane = static_cast<int>(threadIdx.x % 32);
-  warp_rows stage(shared, shape.row_bytes);
+  warp_row stage(shared, shape.row_bytes);
   if (lane == 0) stage.init();
   __syncwarp();
   const char* const x = shape.at<char>(shape.rank, shape.x);

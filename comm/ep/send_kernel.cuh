@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(k_send_warps * 32)
   extern __shared__ __align__(128) char shared[];
   const int warps = static_cast<int>(blockDim.x / 32);
   const int lane = static_cast<int>(threadIdx.x % 32);
-  warp_rows stage(shared, shape.given_bytes());
+  warp_row stage(shared, shape.given_bytes());
   const std::uint64_t round = this_round(rounds);
   const int first = static_cast<int>(blockIdx.x) * warps + static_cast<int>(threadIdx.x / 32);
   if (lane == 0) {

@@ -20,9 +20,9 @@ constexpr int k_lane_scales = 8;  ///< of a row, in each lane of a warp
 constexpr int k_send_warps = 30;  ///< of a block, at most
 
 /// A row in shared memory for each warp of a block, then a barrier for each.
-class warp_rows {
+class warp_row {
  public:
-  __device__ warp_rows(char* shared, std::uint32_t row_bytes)
+  __device__ warp_row(char* shared, std::uint32_t row_bytes)
       : row_bytes_(row_bytes),
         row_(shared + threadIdx.x / 32 * static_cast<std::size_t>(row_bytes)),
         loaded_(reinterpret_cast<std::uint64_t*>(shared + blockDim.x / 32 *
