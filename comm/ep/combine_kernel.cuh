@@ -3,6 +3,7 @@
 
 #include "comm/ep/bf16_pieces.cuh"
 #include "comm/ep/bulk_copy.cuh"
+#include "comm/ep/cuda_combine.cuh"
 #include "comm/ep/meet_peers.cuh"
 #include "comm/ep/rank_rows.cuh"
 
@@ -21,12 +22,14 @@ inline int combine_chunk(const ep_shape& shape) {
 }
 
 /// Each warp takes chunk after chunk: loads it from every rank that the token went to, sums in FP32
-/// and in the order of ranks, and stores the result.
+/// and in the order of ranks, and stores the result. With `meeting.dead`, ranks that are dead are
+/// left out, and the ranks do not meet at the end.
 __global__ void __launch_bounds__(k_combine_warps * 32)
     combine_kernel(const __grid_constant__ ep_shape shape, int tokens, int pieces, int chunk,
                    int stages, const __grid_constant__ plan_arrays by,
                    const __grid_constant__ combine_output to,
-                   const __grid_constant__ ep_totals totals, std::uint64_t* rounds) {
+                   const __grid_constant__ ep_totals totals, combine_meeting meeting,
+                   std::uint64_t* rounds) {
   extern __shared__ __align__(128) char rows_loaded[];  // warps x stages, then their barriers
   auto* const out = static_cast<__nv_bfloat16*>(to.sums);
   const auto* const bias = static_cast<const __nv_bfloat16*>(to.bias);
@@ -44,7 +47,14 @@ __global__ void __launch_bounds__(k_combine_warps * 32)
     for (int s = 0; s < stages; ++s) barrier_init(loaded + s);
     fence_bulk();
   }
-  meet_at_the_beginning(shape, flag_kind::ready, totals, round);
+  std::uint64_t dead = 0;
+  if (meeting.dead == nullptr) {
+    meet_at_the_beginning(shape, flag_kind::ready, totals, round);
+  } else {
+    if (meeting.tell && blockIdx.x == 0)
+      tell_living(shape, flag_kind::ready, read_dead(meeting.dead));
+    dead = wait_for_living(shape, flag_kind::ready, totals, round, meeting.dead);
+  }
   fence_bulk();
 
   // The warp's part of the tokens, or of their pieces where there are few, chunk by chunk: `ahead`
@@ -58,7 +68,7 @@ __global__ void __launch_bounds__(k_combine_warps * 32)
     rank_rows rows = {};
   };
   const auto rows_of = [&](int item) {
-    return item < count ? rank_rows(shape, by, item / pieces, lane) : rank_rows();
+    return item < count ? rank_rows(shape, by, item / pieces, lane, dead) : rank_rows();
   };
   const int first = static_cast<int>(blockIdx.x) * warps + warp;
   cursor ahead{first, 0, rows_of(first)};
@@ -93,7 +103,7 @@ __global__ void __launch_bounds__(k_combine_warps * 32)
   int stage = 0;
   std::uint64_t next_mask = first < count ? by.masks[first / pieces] : 0;
   for (int item = first; item < count; item += step) {
-    const std::uint64_t mask = next_mask;
+    const std::uint64_t mask = next_mask & ~dead;
     if (item + step < count) next_mask = by.masks[(item + step) / pieces];
     for (int c = 0; c < chunks; ++c) {
       __syncwarp();  // all lanes have read what the next load overwrites
@@ -131,7 +141,11 @@ __global__ void __launch_bounds__(k_combine_warps * 32)
                                        : 0;
     }
   }
-  meet_at_the_end(shape, flag_kind::finished, totals, rounds, round);
+  if (meeting.dead == nullptr) {
+    meet_at_the_end(shape, flag_kind::finished, totals, rounds, round);
+  } else if (threadIdx.x == 0) {
+    rounds[blockIdx.x] = round;
+  }
 }
 
 }  // namespace evmm::ep

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "comm/ep/cuda_combine.cuh"
 #include "comm/ep/cuda_device.cuh"
 #include "comm/ep/low_latency_kernel.cuh"
 #include "comm/ep/low_latency_steps.hpp"
@@ -10,17 +11,15 @@ namespace evmm::ep {
 
 namespace {
 
-constexpr int k_most_piece = 7168;  ///< bytes that leave room for all warps of a block
-
 class cuda_low_latency_steps final : public low_latency_steps {
  public:
   cuda_low_latency_steps(int device, int sms)
       : device_(device),
         sms_(checked_sms(device, "sms", sms)),
+        combine_shared_(allow_combine(device)),
         rounds_(static_cast<std::size_t>(4 * sms)) {
     for (const void* kernel : {reinterpret_cast<const void*>(&low_latency_dispatch_kernel),
-                               reinterpret_cast<const void*>(&low_latency_arrange_kernel),
-                               reinterpret_cast<const void*>(&low_latency_combine_kernel)}) {
+                               reinterpret_cast<const void*>(&low_latency_arrange_kernel)}) {
       shared_ = allow_shared(device, kernel);
     }
   }
@@ -61,47 +60,26 @@ class cuda_low_latency_steps final : public low_latency_steps {
                                   static_cast<const std::uint64_t*>(rounds_of(set, 0))),
                "low_latency_arrange_kernel");
   }
-  void issue_combine(int set, const ep_shape& shape, const low_latency_slot& slot,
-                     const expert_layout& made, bool by_expert, int count, const combine_output* to,
-                     const ep_totals& totals, native_stream stream) override {
-    combine(set, shape, slot, made, by_expert, count, to == nullptr ? combine_output{} : *to,
-            totals, {.issue = true, .wait = to != nullptr}, stream);
+  void issue_combine(const ep_shape& shape, const low_latency_slot& slot,
+                     native_stream stream) override {
+    const device_guard here(device_);
+    low_latency_ready_kernel<<<1, ep_shape::most_ranks, 0, stream>>>(shape, slot.dead);
+    check_cuda(cudaGetLastError(), "low_latency_ready_kernel");
   }
-  void wait_combine(int set, const ep_shape& shape, const low_latency_slot& slot,
-                    const expert_layout& made, int count, const combine_output& to,
-                    const ep_totals& totals, native_stream stream) override {
-    combine(set, shape, slot, made, false, count, to, totals, {.issue = false, .wait = true},
-            stream);
+  void wait_combine(int set, const ep_shape& shape, const low_latency_slot& slot, int count,
+                    const combine_output& to, const ep_totals& totals, bool tell,
+                    native_stream stream) override {
+    launch_combine({device_, sms_, combine_shared_, rounds_of(set, 1)}, shape, count, slot.plan, to,
+                   totals, {.dead = slot.dead, .tell = tell}, stream);
   }
 
  private:
   std::uint64_t* rounds_of(int set, int step) const {
     return rounds_.get() + (2 * set + step) * sms_;
   }
-  void combine(int set, const ep_shape& shape, const low_latency_slot& slot,
-               const expert_layout& made, bool by_expert, int count, const combine_output& to,
-               const ep_totals& totals, low_latency_parts parts, native_stream stream) {
-    const device_guard here(device_);
-    const int row_bytes = shape.hidden * static_cast<int>(sizeof(__nv_bfloat16));
-    const int warps = sms_ * k_returning_warps;
-    // With few tokens, several warps share a row; about as many rows come as go.
-    row_pieces pieces{1,
-                      std::clamp(2 * warps / std::max(1, count), 1,
-                                 (shape.hidden + k_elements_together - 1) / k_elements_together)};
-    while (pieces.back < 16 &&
-           (row_bytes / pieces.back > k_most_piece || count * slot.width * pieces.back < warps)) {
-      pieces.back *= 2;
-    }
-    const rows_in_shared room(static_cast<std::size_t>(row_bytes / pieces.back), k_returning_warps,
-                              shared_);
-    low_latency_combine_kernel<<<sms_, room.warps * 32, room.bytes, stream>>>(
-        shape, slot, made, by_expert, pieces, count, to, totals, rounds_of(set, 1), parts);
-    check_cuda(cudaGetLastError(), "low_latency_combine_kernel");
-  }
-
   int device_;
   int sms_;
-  std::size_t shared_ = 0;
+  std::size_t shared_ = 0, combine_shared_;
   device_words<std::uint64_t> rounds_;  ///< [set][dispatch, combine][block]
 };
 

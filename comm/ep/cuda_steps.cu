@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "comm/ep/combine_kernel.cuh"
+#include "comm/ep/cuda_combine.cuh"
 #include "comm/ep/cuda_device.cuh"
 #include "comm/ep/ep_steps.hpp"
 #include "comm/ep/permute_kernel.cuh"
@@ -20,12 +20,12 @@ class cuda_steps final : public ep_steps {
       : device_(device),
         sms_(checked_sms(device, "sms", sms)),
         local_sms_(checked_sms(device, "local_sms", local_sms)),
+        combine_shared_(allow_combine(device)),
         chosen_(static_cast<std::size_t>(experts + 1)),
         rounds_(static_cast<std::size_t>(1 + 2 * sms)) {
-    for (const void* kernel : {reinterpret_cast<const void*>(&send_kernel),
-                               reinterpret_cast<const void*>(&combine_kernel),
-                               reinterpret_cast<const void*>(&plan_kernel),
-                               reinterpret_cast<const void*>(&permute_kernel)}) {
+    for (const void* kernel :
+         {reinterpret_cast<const void*>(&send_kernel), reinterpret_cast<const void*>(&plan_kernel),
+          reinterpret_cast<const void*>(&permute_kernel)}) {
       shared_ = allow_shared(device, kernel);
     }
   }
@@ -66,21 +66,8 @@ class cuda_steps final : public ep_steps {
   }
   void combine(const ep_shape& shape, int count, const plan_arrays& by, const combine_output& to,
                const ep_totals& totals, native_stream stream) override {
-    const device_guard here(device_);
-    const int chunk = combine_chunk(shape);
-    const std::size_t stage = static_cast<std::size_t>(shape.ranks) *
-                                  static_cast<std::size_t>(chunk) * sizeof(__nv_bfloat16) +
-                              sizeof(std::uint64_t);
-    const std::size_t fit = shared_ / stage;
-    const std::size_t stages = std::clamp<std::size_t>(fit / k_combine_warps, 2, k_most_stages);
-    const auto warps =
-        static_cast<unsigned>(std::clamp<std::size_t>(fit / stages, 1, k_combine_warps));
-    // With few tokens, several warps share one.
-    const int chunks = (shape.hidden + chunk - 1) / chunk;
-    const int pieces = std::clamp(sms_ * static_cast<int>(warps) / std::max(count, 1), 1, chunks);
-    combine_kernel<<<sms_, warps * 32, warps * stages * stage, stream>>>(
-        shape, count, pieces, chunk, static_cast<int>(stages), by, to, totals, combine_rounds());
-    check_cuda(cudaGetLastError(), "combine_kernel");
+    launch_combine({device_, sms_, combine_shared_, combine_rounds()}, shape, count, by, to, totals,
+                   {}, stream);
   }
 
   void place(const ep_shape& shape, const expert_layout& to, native_stream stream) override {
@@ -120,7 +107,7 @@ class cuda_steps final : public ep_steps {
   int device_;
   int sms_;
   int local_sms_;
-  std::size_t shared_ = 0;
+  std::size_t shared_ = 0, combine_shared_;
   device_words<int> chosen_;  ///< by plan_kernel, zero between plans
   device_words<std::uint64_t> rounds_;
 };

@@ -17,9 +17,8 @@ enum class flag_kind : int {
   rows,      ///< rows of the source have arrived: counted by each of its blocks
   ready,     ///< the source's combine buffer may be read
   finished,  ///< the source has read this rank's combine buffer: counted by each of its blocks
-  sums,      ///< low latency: what the source's experts made has arrived: by each of its blocks
 };
-constexpr int flag_kinds = 5;
+constexpr int flag_kinds = 4;
 
 /// The exchange as one rank sees it. Offsets are from a rank's part of the region.
 struct ep_shape {
@@ -58,7 +57,7 @@ struct ep_shape {
   }
   /// What a flag has counted when all of the source has come to the end of a round.
   EVMM_HOST_DEVICE std::uint64_t goal(flag_kind kind, std::uint64_t round) const {
-    const bool each = kind != flag_kind::counts && kind != flag_kind::ready;
+    const bool each = kind == flag_kind::rows || kind == flag_kind::finished;
     return each ? round * static_cast<std::uint64_t>(blocks) : round;
   }
   /// Of a row as it is given.
@@ -121,13 +120,9 @@ struct ep_totals {
 /// What a low-latency exchange knows beside its shape; of one set of buffers.
 struct low_latency_slot {
   std::uint64_t source_rows = 0;  ///< offset of i32 [ranks]: rows that came from each
-  std::uint64_t origins = 0;  ///< offset of i32 [ranks][max_tokens]: where in `returns` each goes
-  std::uint64_t returns = 0;  ///< offset of bf16 [max_tokens][width][hidden]: for each token, by
-                              ///< rank, what those that it went to send back
   int max_tokens = 0;
-  int width = 0;                   ///< most ranks that a token goes to
-  std::uint64_t* masks = nullptr;  ///< [max_tokens]: a bit for each rank that the token went to
-  std::uint64_t* dead = nullptr;   ///< a bit for each rank
+  plan_arrays plan;               ///< of the tokens under way; `first` never changes
+  std::uint64_t* dead = nullptr;  ///< a bit for each rank
 };
 
 /// Where a combine puts what it sums.

@@ -1,14 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // A low-latency exchange as host functions, for the host driver: written to be read.
-#include "comm/ep/bf16.hpp"
 #include "comm/ep/host_permute.hpp"
 #include "comm/ep/host_rows.hpp"
 #include "comm/ep/low_latency_steps.hpp"
 
-#include <algorithm>
-#include <bit>
 #include <chrono>
-#include <cmath>
 #include <vector>
 
 namespace evmm::ep {
@@ -28,7 +24,8 @@ class host_low_latency_steps final : public low_latency_steps {
                       native_stream stream) override {
     on_.launch(stream, [=, this] {
       send(shape, slot, from, totals);
-      tell_living(shape, slot, flag_kind::rows, ++sent_[set]);
+      tell_living(shape, slot, flag_kind::rows);
+      ++sent_[set];
       if (wait) receive(set, shape, slot, totals);
     });
   }
@@ -43,28 +40,25 @@ class host_low_latency_steps final : public low_latency_steps {
       host_permute(shape, to);
     });
   }
-  void issue_combine(int set, const ep_shape& shape, const low_latency_slot& slot,
-                     const expert_layout& made, bool by_expert, int count, const combine_output* to,
-                     const ep_totals& totals, native_stream stream) override {
-    const bool wait = to != nullptr;
-    on_.launch(stream, [=, this, to = wait ? *to : combine_output{}] {
-      send_back(shape, slot, made, by_expert);
-      tell_living(shape, slot, flag_kind::sums, ++returned_[set]);
-      if (wait) sum(set, shape, slot, count, to, totals);
-    });
+  void issue_combine(const ep_shape& shape, const low_latency_slot& slot,
+                     native_stream stream) override {
+    on_.launch(stream, [=] { tell_living(shape, slot, flag_kind::ready); });
   }
-  void wait_combine(int set, const ep_shape& shape, const low_latency_slot& slot,
-                    const expert_layout&, int count, const combine_output& to,
-                    const ep_totals& totals, native_stream stream) override {
-    on_.launch(stream, [=, this] { sum(set, shape, slot, count, to, totals); });
+  void wait_combine(int set, const ep_shape& shape, const low_latency_slot& slot, int count,
+                    const combine_output& to, const ep_totals& totals, bool tell,
+                    native_stream stream) override {
+    on_.launch(stream, [=, this] {
+      if (tell) tell_living(shape, slot, flag_kind::ready);
+      wait_for_living(shape, slot, flag_kind::ready, totals, ++combined_[set]);
+      host_combine(shape, count, slot.plan, to, *slot.dead);
+    });
   }
 
  private:
-  static void tell_living(const ep_shape& shape, const low_latency_slot& slot, flag_kind kind,
-                          std::uint64_t round) {
+  static void tell_living(const ep_shape& shape, const low_latency_slot& slot, flag_kind kind) {
     for (int r = 0; r < shape.ranks; ++r) {
       if (!is_dead(*slot.dead, r)) {
-        signal(shape.flag(r, kind, shape.rank), shape.goal(kind, round));
+        signal_add(shape.flag(r, kind, shape.rank), shape.goal(kind, 1));
       }
     }
   }
@@ -88,15 +82,14 @@ class host_low_latency_steps final : public low_latency_steps {
     host_row row(shape);
     std::vector<std::int32_t> going(static_cast<std::size_t>(shape.ranks));
     for (int t = 0; t < from.count; ++t) {
-      slot.masks[t] = ranks_of(shape, from, t, totals) & ~*slot.dead;
+      slot.plan.masks[t] = ranks_of(shape, from, t, totals) & ~*slot.dead;
       row.load(from, t);
-      int index = 0;
       for (int r = 0; r < shape.ranks; ++r) {
-        if ((slot.masks[t] >> r & 1) == 0) continue;
-        const auto to = static_cast<std::size_t>(shape.rank * slot.max_tokens +
-                                                 going[static_cast<std::size_t>(r)]++);
-        row.store(from, t, r, to);
-        shape.at<std::int32_t>(r, slot.origins)[to] = t * slot.width + index++;
+        std::int32_t& place = slot.plan.places[t * shape.ranks + r];
+        place = -1;
+        if ((slot.plan.masks[t] >> r & 1) == 0) continue;
+        place = going[static_cast<std::size_t>(r)]++;
+        row.store(from, t, r, static_cast<std::size_t>(slot.plan.first[r] + place));
       }
     }
     for (int r = 0; r < shape.ranks; ++r) {
@@ -115,46 +108,8 @@ class host_low_latency_steps final : public low_latency_steps {
     }
   }
 
-  static void send_back(const ep_shape& shape, const low_latency_slot& slot,
-                        const expert_layout& made, bool by_expert) {
-    const auto hidden = static_cast<std::size_t>(shape.hidden);
-    if (by_expert) host_unpermute(shape, made, true);
-    for (int s = 0; s < shape.ranks; ++s) {
-      if (is_dead(*slot.dead, s)) continue;
-      for (int i = 0; i < made.rows.filled[s]; ++i) {
-        const auto place = static_cast<std::size_t>(s * slot.max_tokens + i);
-        const auto origin =
-            static_cast<std::size_t>(shape.at<std::int32_t>(shape.rank, slot.origins)[place]);
-        std::copy_n(shape.at<bf16>(shape.rank, shape.y) + place * hidden, hidden,
-                    shape.at<bf16>(s, slot.returns) + origin * hidden);
-      }
-    }
-  }
-
-  void sum(int set, const ep_shape& shape, const low_latency_slot& slot, int count,
-           const combine_output& to, const ep_totals& totals) const {
-    wait_for_living(shape, slot, flag_kind::sums, totals, returned_[set]);
-    const auto hidden = static_cast<std::size_t>(shape.hidden);
-    const bf16* const returns = shape.at<bf16>(shape.rank, slot.returns);
-    std::vector<float> sums(hidden);
-    for (int t = 0; t < count; ++t) {
-      const std::size_t begin = static_cast<std::size_t>(t) * hidden;
-      for (std::size_t i = 0; i < hidden; ++i) {
-        sums[i] = to.bias == nullptr ? 0 : to_float(static_cast<const bf16*>(to.bias)[begin + i]);
-      }
-      auto row = static_cast<std::size_t>(t * slot.width);
-      for (std::uint64_t left = slot.masks[t]; left != 0; left &= left - 1, ++row) {
-        if (is_dead(*slot.dead, std::countr_zero(left))) continue;
-        for (std::size_t i = 0; i < hidden; ++i) sums[i] += to_float(returns[row * hidden + i]);
-      }
-      for (std::size_t i = 0; i < hidden; ++i) {
-        static_cast<bf16*>(to.sums)[begin + i] = to_bf16(sums[i]);
-      }
-    }
-  }
-
   driver& on_;
-  std::uint64_t sent_[2] = {}, returned_[2] = {};  ///< rounds of each set, counted on the stream
+  std::uint64_t sent_[2] = {}, combined_[2] = {};  ///< rounds of each set, counted on the stream
 };
 
 }  // namespace

@@ -25,4 +25,9 @@ class host_row {
   std::vector<float> scales_;
 };
 
+/// Sums, for each token, its rows in the ranks' combine buffers, but those of ranks whose bit is in
+/// `without`.
+void host_combine(const ep_shape& shape, int count, const plan_arrays& by, const combine_output& to,
+                  std::uint64_t without = 0);
+
 }  // namespace evmm::ep

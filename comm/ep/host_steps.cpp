@@ -45,7 +45,7 @@ class host_steps final : public ep_steps {
                const ep_totals& totals, native_stream stream) override {
     on_.launch(stream, [=, this] {
       meet_peers(shape, flag_kind::ready, totals, ++combined_);
-      run_combine(shape, count, by, to);
+      host_combine(shape, count, by, to);
       meet_peers(shape, flag_kind::finished, totals, combined_);
     });
   }
@@ -148,41 +148,6 @@ class host_steps final : public ep_steps {
         if ((by.masks[t] >> r & 1) == 0) continue;
         row.store(from, t, r,
                   static_cast<std::size_t>(by.first[r] + by.places[t * shape.ranks + r]));
-      }
-    }
-  }
-
-  static void run_combine(const ep_shape& shape, int count, const plan_arrays& by,
-                          const combine_output& to) {
-    const auto hidden = static_cast<std::size_t>(shape.hidden);
-    std::vector<float> sum(hidden);
-    for (int t = 0; t < count; ++t) {
-      const std::size_t begin = static_cast<std::size_t>(t) * hidden;
-      for (std::size_t i = 0; i < hidden; ++i) {
-        sum[i] = to.bias == nullptr ? 0 : to_float(static_cast<const bf16*>(to.bias)[begin + i]);
-      }
-      const auto row_at = [&](int r) {
-        return static_cast<std::size_t>(by.first[r] + by.places[t * shape.ranks + r]);
-      };
-      for (int r = 0; r < shape.ranks; ++r) {
-        if ((by.masks[t] >> r & 1) == 0) continue;
-        const bf16* y = shape.at<bf16>(r, shape.y) + row_at(r) * hidden;
-        for (std::size_t i = 0; i < hidden; ++i) sum[i] += to_float(y[i]);
-      }
-      for (std::size_t i = 0; i < hidden; ++i) {
-        static_cast<bf16*>(to.sums)[begin + i] = to_bf16(sum[i]);
-      }
-      for (int k = 0; k < shape.top_k && to.weight_gradients != nullptr; ++k) {
-        const int at = t * shape.top_k + k;
-        const std::int64_t expert = to.ids[at];
-        const bool chosen = expert >= 0 && expert < shape.ranks * shape.local_experts;
-        const int r = chosen ? static_cast<int>(expert) / shape.local_experts : 0;
-        to.weight_gradients[at] =
-            chosen
-                ? shape.at<float>(
-                      r, shape.weight_gradients)[row_at(r) * static_cast<std::size_t>(shape.top_k) +
-                                                 static_cast<std::size_t>(k)]
-                : 0;
       }
     }
   }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/collective_change.hpp"
 #include "comm/ep/common_options.hpp"
+#include "comm/ep/ep_steps.hpp"
 #include "comm/ep/low_latency_steps.hpp"
 #include "comm/ep/pinned_words.hpp"
 
@@ -13,6 +14,7 @@
 #include <algorithm>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace evmm::ep {
 
@@ -42,9 +44,9 @@ const char* waits_for(stage at) {
 /// Buffers of one dispatch under way.
 struct buffer_set {
   symmetric_buffer<std::uint64_t> flags, masks;
-  symmetric_buffer<std::byte> x, returns;
+  symmetric_buffer<std::byte> x;
   symmetric_buffer<float> scales, weights;
-  symmetric_buffer<std::int32_t> experts, tokens, origins, source_rows;
+  symmetric_buffer<std::int32_t> experts, tokens, source_rows, plan_places, plan_first;
   symmetric_buffer<std::uint16_t> y;
   /// By expert only.
   symmetric_buffer<std::byte> expert_x;
@@ -84,6 +86,7 @@ struct low_latency_exchange::state {
   std::optional<pinned_words> host;
   ep_totals totals;
   std::unique_ptr<low_latency_steps> steps;
+  std::unique_ptr<ep_steps> local_steps;  ///< by expert: sums before they are sent
   std::uint64_t issued = 0;
 };
 
@@ -111,15 +114,23 @@ low_latency_exchange::state::state(symmetric_heap& given, const low_latency_opti
       on().fill(reinterpret_cast<address>(words.local()), std::byte{0}, words.bytes(), stream);
     };
     clear(dead);
+    // This rank's rows begin at the same place at every peer.
+    const std::vector<std::int32_t> first(
+        static_cast<std::size_t>(count),
+        ranks.rank().value * static_cast<std::int32_t>(options.max_tokens));
     for (buffer_set& set : sets) {
       set.layout.most_rows_on_host = word(k_most_rows);
       clear(set.flags);
+      on().copy(reinterpret_cast<address>(set.plan_first.local()),
+                reinterpret_cast<address>(first.data()), set.plan_first.bytes(), stream);
     }
     on().synchronize(stream);
     on().destroy_stream(stream);
-    steps = on().info().kind == driver_kind::cuda
-                ? make_cuda_low_latency_steps(region.device(), options.sms)
-                : make_host_low_latency_steps(on());
+    const bool cuda = on().info().kind == driver_kind::cuda;
+    steps = cuda ? make_cuda_low_latency_steps(region.device(), options.sms)
+                 : make_host_low_latency_steps(on());
+    local_steps = cuda ? make_cuda_steps(region.device(), options.sms, 0, options.experts)
+                       : make_host_steps(on());
   });
 }
 
@@ -138,14 +149,10 @@ void low_latency_exchange::state::take_buffers(buffer_set& set, int ranks) {
   set.experts = {heap, places * top_k, nullptr, on_device};
   set.weights = {heap, places * top_k, nullptr, on_device};
   set.tokens = {heap, places, nullptr, on_device};
-  set.origins = {heap, places, nullptr, on_device};
+  set.plan_places = {heap, options.max_tokens * all_ranks, nullptr, on_device};
+  set.plan_first = {heap, all_ranks, nullptr, on_device};
   set.source_rows = {heap, all_ranks, nullptr, on_device};
   set.y = {heap, places * options.hidden, nullptr, on_device};
-  const int width = std::min(options.top_k, ranks);
-  set.returns = {
-      heap,
-      options.max_tokens * static_cast<std::size_t>(width) * options.hidden * sizeof(std::uint16_t),
-      nullptr, on_device};
   shape.flags = set.flags.offset();
   shape.x = set.x.offset();
   shape.scales = set.scales ? set.scales.offset() : 0;
@@ -154,11 +161,10 @@ void low_latency_exchange::state::take_buffers(buffer_set& set, int ranks) {
   shape.tokens = set.tokens.offset();
   shape.y = set.y.offset();
   set.slot = {.source_rows = set.source_rows.offset(),
-              .origins = set.origins.offset(),
-              .returns = set.returns.offset(),
               .max_tokens = static_cast<int>(options.max_tokens),
-              .width = width,
-              .masks = set.masks.local(),
+              .plan = {.masks = set.masks.local(),
+                       .places = set.plan_places.local(),
+                       .first = set.plan_first.local()},
               .dead = dead.local()};
   set.layout.rows = {.filled = set.source_rows.local(),
                      .blocks = ranks,
@@ -197,9 +203,9 @@ buffer_set& low_latency_exchange::state::set_of(const round& of, stage wanted, c
     refuse(fmt::format("{} of dispatch {}, which is {}", call, of.number_,
                        set.at == stage::over       ? "over"
                        : set.at == stage::sent     ? "not waited for yet"
-                       : set.at == stage::received ? "not sent back yet"
-                                                   : "sent back already"),
-           "each is issued, waited for, sent back and waited for once");
+                       : set.at == stage::received ? "not combined yet"
+                                                   : "being combined"),
+           "issue and wait once for its dispatch, then for its combine");
   }
   return set;
 }
@@ -282,8 +288,8 @@ void* low_latency_exchange::combine_buffer(const round& of) const {
 void low_latency_exchange::issue_combine(const round& of, native_stream stream) {
   state& s = *state_;
   buffer_set& set = s.set_of(of, stage::received, "issue_combine()");
-  s.steps->issue_combine(s.index_of(of), set.shape, set.slot, set.layout, s.by_expert(),
-                         static_cast<int>(of.count_), nullptr, s.totals, stream);
+  if (s.by_expert()) s.local_steps->unpermute(set.shape, set.layout, true, stream);
+  s.steps->issue_combine(set.shape, set.slot, stream);
   set.at = stage::returned;
 }
 
@@ -292,8 +298,8 @@ void low_latency_exchange::wait_combine(const round& of, void* out, const void* 
   state& s = *state_;
   buffer_set& set = s.set_of(of, stage::returned, "wait_combine()");
   s.check_output(of, out, bias);
-  s.steps->wait_combine(s.index_of(of), set.shape, set.slot, set.layout,
-                        static_cast<int>(of.count_), {.sums = out, .bias = bias}, s.totals, stream);
+  s.steps->wait_combine(s.index_of(of), set.shape, set.slot, static_cast<int>(of.count_),
+                        {.sums = out, .bias = bias}, s.totals, false, stream);
   set.at = stage::over;
 }
 
@@ -311,9 +317,9 @@ void low_latency_exchange::combine(const round& of, void* out, const void* bias,
   state& s = *state_;
   buffer_set& set = s.set_of(of, stage::received, "combine()");
   s.check_output(of, out, bias);
-  const combine_output to{.sums = out, .bias = bias};
-  s.steps->issue_combine(s.index_of(of), set.shape, set.slot, set.layout, s.by_expert(),
-                         static_cast<int>(of.count_), &to, s.totals, stream);
+  if (s.by_expert()) s.local_steps->unpermute(set.shape, set.layout, true, stream);
+  s.steps->wait_combine(s.index_of(of), set.shape, set.slot, static_cast<int>(of.count_),
+                        {.sums = out, .bias = bias}, s.totals, true, stream);
   set.at = stage::over;
 }
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "comm/ep/bf16_pieces.cuh"
 #include "comm/ep/choices.cuh"
 #include "comm/ep/place_group.cuh"
 #include "comm/ep/send_row.cuh"
@@ -14,50 +13,12 @@
 namespace evmm::ep {
 
 constexpr int k_low_latency_warps = 16;  ///< of a dispatch's block, at most
-constexpr int k_returning_warps = 30;    ///< of a combine's block, at most
 
 /// Which part of a step a kernel does.
 struct low_latency_parts {
   bool issue = false;
   bool wait = false;
 };
-
-__device__ __forceinline__ bool is_dead(std::uint64_t dead, int r) {
-  return (dead >> r & 1) != 0;
-}
-
-/// Thread r of the first `ranks` tells rank r, unless it is dead.
-__device__ __forceinline__ void tell_living(const ep_shape& shape, flag_kind kind,
-                                            std::uint64_t dead) {
-  const auto r = static_cast<int>(threadIdx.x);
-  if (r < shape.ranks && !is_dead(dead, r)) {
-    signal_add(shape.flag(r, kind, shape.rank), 1);
-  }
-}
-
-/// Thread r of the first `ranks` waits for rank r, which is dead when it does not come in time.
-/// Returns who is dead then, to all threads of the block.
-__device__ __forceinline__ std::uint64_t wait_for_living(const ep_shape& shape,
-                                                         const low_latency_slot& slot,
-                                                         flag_kind kind, const ep_totals& totals,
-                                                         std::uint64_t round, std::uint64_t dead) {
-  const auto r = static_cast<int>(threadIdx.x);
-  if (r < shape.ranks && !is_dead(dead, r)) {
-    const std::uint64_t* flag = shape.flag(shape.rank, kind, r);
-    const std::uint64_t goal = shape.goal(kind, round);
-    const std::uint64_t begin = nanoseconds_now();
-    while (read_signal(flag) < goal) {
-      if (nanoseconds_now() - begin > shape.timeout_ns) {
-        atomicOr(reinterpret_cast<unsigned long long*>(slot.dead), 1ull << r);
-        atomicOr_system(reinterpret_cast<unsigned long long*>(totals.lost_on_host), 1ull << r);
-        break;
-      }
-    }
-  }
-  __threadfence();
-  __syncthreads();
-  return __ldcg(reinterpret_cast<const unsigned long long*>(slot.dead));
-}
 
 /// What a dispatch's block keeps in shared memory beside its rows.
 struct low_latency_shared {
@@ -97,7 +58,7 @@ __global__ void __launch_bounds__(k_low_latency_warps * 32)
   const int warps = static_cast<int>(blockDim.x / 32);
   const int warp = static_cast<int>(threadIdx.x / 32);
   const int lane = static_cast<int>(threadIdx.x % 32);
-  const std::uint64_t dead = __ldcg(reinterpret_cast<const unsigned long long*>(slot.dead));
+  const std::uint64_t dead = read_dead(slot.dead);
   std::uint64_t round = this_round(rounds);
   if (parts.issue) {
     const std::uint32_t given = shape.given_bytes();
@@ -119,7 +80,7 @@ __global__ void __launch_bounds__(k_low_latency_warps * 32)
         }
       });
       know.masks[t] = mask & ~dead;
-      if (blockIdx.x == 0) slot.masks[t] = mask & ~dead;
+      if (blockIdx.x == 0) slot.plan.masks[t] = mask & ~dead;
     }
     __syncthreads();
     for (int w = warp; w < know.count_words; w += warps) {
@@ -147,12 +108,12 @@ __global__ void __launch_bounds__(k_low_latency_warps * 32)
       row_belongings belongings(shape, from, t, lane);
       const std::uint64_t mask = know.masks[t];
       const rank_rows rows(shape, lane, [&](int r) {
-        return (mask >> r & 1) != 0 ? shape.rank * slot.max_tokens + know.before(r, t) : -1;
+        const int place = (mask >> r & 1) != 0 ? know.before(r, t) : -1;
+        slot.plan.places[static_cast<std::size_t>(t) * shape.ranks + r] = place;
+        return place < 0 ? -1 : shape.rank * slot.max_tokens + place;
       });
       stage.wait();
-      belongings.store(shape, rows, stage.get(), [&](int r, std::size_t row, int index) {
-        if (lane == 0) shape.at<std::int32_t>(r, slot.origins)[row] = t * slot.width + index;
-      });
+      belongings.store(shape, rows, stage.get());
     }
     bulk_wait_written();
     __syncthreads();
@@ -162,7 +123,7 @@ __global__ void __launch_bounds__(k_low_latency_warps * 32)
     --round;  // that of the issue
   }
   if (parts.wait && blockIdx.x == 0) {
-    const std::uint64_t now = wait_for_living(shape, slot, flag_kind::rows, totals, round, dead);
+    const std::uint64_t now = wait_for_living(shape, flag_kind::rows, totals, round, slot.dead);
     const auto r = static_cast<int>(threadIdx.x);
     if (r < shape.ranks && is_dead(now, r)) {
       shape.at<std::int32_t>(shape.rank, slot.source_rows)[r] = 0;
@@ -184,11 +145,9 @@ __global__ void __launch_bounds__(k_low_latency_warps * 32)
   const int lane = static_cast<int>(threadIdx.x % 32);
   warp_row stage(shared, shape.row_bytes);
   if (lane == 0) stage.init();
-  const auto word = [](const std::uint64_t* at) {
-    return __ldcg(reinterpret_cast<const unsigned long long*>(at));
-  };
+  const auto* const rounds = reinterpret_cast<const unsigned long long*>(dispatch_rounds);
   const std::uint64_t now =
-      wait_for_living(shape, slot, flag_kind::rows, totals, word(dispatch_rounds), word(slot.dead));
+      wait_for_living(shape, flag_kind::rows, totals, __ldcg(rounds), slot.dead);
   auto* const source_rows = shape.at<std::int32_t>(shape.rank, slot.source_rows);
   const place_range group = place_group(shape, to, static_cast<int>(blockIdx.x), [&](int place) {
     const int source = place / to.rows.stride;
@@ -216,111 +175,10 @@ __global__ void __launch_bounds__(k_low_latency_warps * 32)
   bulk_wait_written();
 }
 
-/// Pieces of a row that a warp takes at a time: to send it back, and to sum.
-struct row_pieces {
-  int back;  ///< a power of two, so that they are equally long
-  int sums;
-};
-
-/// Each warp takes piece after piece of the rows that came and stores what the experts made of them
-/// at the ranks they came from; then piece after piece of this rank's tokens, and sums what came.
-__global__ void __launch_bounds__(k_returning_warps * 32) low_latency_combine_kernel(
-    const __grid_constant__ ep_shape shape, const __grid_constant__ low_latency_slot slot,
-    const __grid_constant__ expert_layout made, bool by_expert, row_pieces pieces, int count,
-    const __grid_constant__ combine_output to, const __grid_constant__ ep_totals totals,
-    std::uint64_t* rounds, low_latency_parts parts) {
-  extern __shared__ __align__(128) char shared[];
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const int first = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) / 32;
-  const int step = static_cast<int>(gridDim.x * blockDim.x) / 32;
-  std::uint64_t dead = __ldcg(reinterpret_cast<const unsigned long long*>(slot.dead));
-  std::uint64_t round = this_round(rounds);
-  if (parts.issue) {
-    const int length = shape.hidden / pieces.back;
-    const auto bytes = static_cast<std::uint32_t>(length * sizeof(__nv_bfloat16));
-    warp_row stage(shared, bytes);
-    if (lane == 0) stage.init();
-    __syncwarp();
-    const char* const y = shape.at<char>(shape.rank, shape.y);
-    const auto* const expert_y = reinterpret_cast<const __nv_bfloat16*>(made.y);
-    const int items = made.rows.places() * pieces.back;
-    for (int item = first; item < items; item += step) {
-      const int place = item / pieces.back;
-      const int source = place / slot.max_tokens;
-      // Fetched together; what lies where no row came is not looked at.
-      const bool there = has_row(made.rows, place) && !is_dead(dead, source);
-      const int origin = shape.at<std::int32_t>(shape.rank, slot.origins)[place];
-      const int begin = item % pieces.back * length;
-      auto* const back = shape.at<__nv_bfloat16>(source, slot.returns) +
-                         static_cast<std::size_t>(there ? origin : 0) * shape.hidden;
-      if (!by_expert) {
-        if (!there) continue;
-        bulk_wait_read();
-        __syncwarp();
-        if (lane == 0) {
-          stage.load(y, item);
-        }
-        stage.wait();
-        if (lane == 0) bulk_store(back + begin, stage.get(), bytes);
-        bulk_commit();
-        continue;
-      }
-      const row_choices choices(shape, made, static_cast<std::size_t>(place), there, lane);
-      if (!there) continue;
-      const int end = begin + length;
-      for (int from = begin; from < end; from += k_elements_together) {
-        const int i = from + lane * 8;
-        float sum[k_pieces_together][8] = {};
-        add_rows(
-            sum, choices.count(), i, end,
-            [&](int j) { return expert_y + choices.row(j) * shape.hidden; },
-            [&](int j) { return choices.weight(j); });
-        store_sums(back, sum, i, end);
-      }
-    }
-    bulk_wait_written();
-    __syncthreads();
-    if (threadIdx.x == 0) rounds[blockIdx.x] = round;
-    tell_living(shape, flag_kind::sums, dead);
-  } else {
-    --round;
-  }
-  if (!parts.wait) return;
-
-  dead = wait_for_living(shape, slot, flag_kind::sums, totals, round, dead);
-  auto* const out = static_cast<__nv_bfloat16*>(to.sums);
-  const auto* const bias = static_cast<const __nv_bfloat16*>(to.bias);
-  const auto* const returns = shape.at<__nv_bfloat16>(shape.rank, slot.returns);
-  const int length = (shape.hidden / 8 + pieces.sums - 1) / pieces.sums * 8;
-  const auto once = [](int) { return 1.0f; };
-  for (int item = first; item < count * pieces.sums; item += step) {
-    const auto t = static_cast<std::size_t>(item / pieces.sums);
-    const std::uint64_t mask = slot.masks[t];
-    unsigned left_out = 0;  // of the rows that came back for it
-    if ((mask & dead) != 0) {
-      int index = 0;
-      for (std::uint64_t left = mask; left != 0; left &= left - 1, ++index) {
-        if (is_dead(dead, __ffsll(static_cast<long long>(left)) - 1)) left_out |= 1u << index;
-      }
-    }
-    const auto* const rows = returns + t * slot.width * shape.hidden;
-    const int begin = item % pieces.sums * length;
-    const int end = min(shape.hidden, begin + length);
-    for (int from = begin; from < end; from += k_elements_together) {
-      const int i = from + lane * 8;
-      float sum[k_pieces_together][8] = {};
-      if (bias != nullptr) {
-        add_rows(
-            sum, 1, i, end, [&](int) { return bias + t * shape.hidden; }, once);
-      }
-      const auto row_at = [&](int j) -> const __nv_bfloat16* {
-        if ((left_out >> j & 1) != 0) return nullptr;
-        return rows + static_cast<std::size_t>(j) * shape.hidden;
-      };
-      add_rows(sum, __popcll(mask), i, end, row_at, once);
-      store_sums(out + t * shape.hidden, sum, i, end);
-    }
-  }
+/// Tells the peers that this rank's combine buffer may be read.
+__global__ void low_latency_ready_kernel(const __grid_constant__ ep_shape shape,
+                                         const std::uint64_t* dead) {
+  tell_living(shape, flag_kind::ready, read_dead(dead));
 }
 
 }  // namespace evmm::ep

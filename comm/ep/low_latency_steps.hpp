@@ -24,16 +24,14 @@ class low_latency_steps {
   virtual void wait_dispatch(int set, const ep_shape& shape, const low_latency_slot& slot,
                              const expert_layout* to, const ep_totals& totals,
                              native_stream stream) = 0;
-  /// Stores what the experts made of the rows that came, summed by weight when `by_expert`, where
-  /// they came from; with `to`, then waits and sums as below.
-  virtual void issue_combine(int set, const ep_shape& shape, const low_latency_slot& slot,
-                             const expert_layout& made, bool by_expert, int count,
-                             const combine_output* to, const ep_totals& totals,
+  /// Tells the peers that this rank's combine buffer may be read.
+  virtual void issue_combine(const ep_shape& shape, const low_latency_slot& slot,
                              native_stream stream) = 0;
-  /// Until every living rank's are here; sums them for each of the `count` tokens.
-  virtual void wait_combine(int set, const ep_shape& shape, const low_latency_slot& slot,
-                            const expert_layout& made, int count, const combine_output& to,
-                            const ep_totals& totals, native_stream stream) = 0;
+  /// Waits until every living rank's may; loads each token's rows from there and sums them. With
+  /// `tell`, does first what issue_combine() does.
+  virtual void wait_combine(int set, const ep_shape& shape, const low_latency_slot& slot, int count,
+                            const combine_output& to, const ep_totals& totals, bool tell,
+                            native_stream stream) = 0;
 };
 
 std::unique_ptr<low_latency_steps> make_host_low_latency_steps(driver& on);

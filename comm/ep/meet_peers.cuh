@@ -66,6 +66,49 @@ __device__ __forceinline__ void meet_at_the_beginning(const ep_shape& shape, fla
   __syncthreads();
 }
 
+__device__ __forceinline__ bool is_dead(std::uint64_t dead, int r) {
+  return (dead >> r & 1) != 0;
+}
+
+/// A bit for each rank that did not come in time.
+__device__ __forceinline__ std::uint64_t read_dead(const std::uint64_t* word) {
+  return __ldcg(reinterpret_cast<const unsigned long long*>(word));
+}
+
+/// Thread r of the first `ranks` tells rank r, unless it is dead.
+__device__ __forceinline__ void tell_living(const ep_shape& shape, flag_kind kind,
+                                            std::uint64_t dead) {
+  const auto r = static_cast<int>(threadIdx.x);
+  if (r < shape.ranks && !is_dead(dead, r)) {
+    signal_add(shape.flag(r, kind, shape.rank), 1);
+  }
+}
+
+/// Thread r of the first `ranks` waits for rank r, which is dead when it does not come in time.
+/// Returns who is dead then, to all threads of the block.
+__device__ __forceinline__ std::uint64_t wait_for_living(const ep_shape& shape, flag_kind kind,
+                                                         const ep_totals& totals,
+                                                         std::uint64_t round,
+                                                         std::uint64_t* dead_word) {
+  const std::uint64_t dead = read_dead(dead_word);
+  const auto r = static_cast<int>(threadIdx.x);
+  if (r < shape.ranks && !is_dead(dead, r)) {
+    const std::uint64_t* flag = shape.flag(shape.rank, kind, r);
+    const std::uint64_t goal = shape.goal(kind, round);
+    const std::uint64_t begin = nanoseconds_now();
+    while (read_signal(flag) < goal) {
+      if (nanoseconds_now() - begin > shape.timeout_ns) {
+        atomicOr(reinterpret_cast<unsigned long long*>(dead_word), 1ull << r);
+        atomicOr_system(reinterpret_cast<unsigned long long*>(totals.lost_on_host), 1ull << r);
+        break;
+      }
+    }
+  }
+  __threadfence();
+  __syncthreads();
+  return read_dead(dead_word);
+}
+
 /// A word of the host that only this thread writes becomes at least `value`.
 __device__ __forceinline__ void raise(std::uint64_t* word, std::uint64_t value) {
   if (value > read_signal(word)) signal(word, value);

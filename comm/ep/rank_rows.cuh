@@ -11,7 +11,7 @@ namespace evmm::ep {
 class rank_rows {
  public:
   rank_rows() = default;
-  /// `row_of(r)` for each rank.
+  /// `row_of(r)` for each rank, asked once.
   template <class RowOf>
   __device__ rank_rows(const ep_shape& shape, int lane, const RowOf& row_of) {
 #pragma unroll
@@ -20,9 +20,12 @@ class rank_rows {
       if (r < shape.ranks) rows_[i] = row_of(r);
     }
   }
-  __device__ rank_rows(const ep_shape& shape, const plan_arrays& by, int t, int lane)
-      : rank_rows(shape, lane,
-                  planned{by.places + static_cast<std::size_t>(t) * shape.ranks, by.first}) {}
+  /// By a plan; ranks whose bit is in `without` are left out.
+  __device__ rank_rows(const ep_shape& shape, const plan_arrays& by, int t, int lane,
+                       std::uint64_t without = 0)
+      : rank_rows(
+            shape, lane,
+            planned{by.places + static_cast<std::size_t>(t) * shape.ranks, by.first, without}) {}
   /// The row at rank r, or -1. By all lanes.
   __device__ int of(int r) const {
     const int low = __shfl_sync(k_whole_warp, rows_[0], r % 32);
@@ -47,7 +50,10 @@ class rank_rows {
   struct planned {
     const std::int32_t* places;
     const std::int32_t* first;
-    __device__ int operator()(int r) const { return places[r] < 0 ? -1 : first[r] + places[r]; }
+    std::uint64_t without;
+    __device__ int operator()(int r) const {
+      return places[r] < 0 || (without >> r & 1) != 0 ? -1 : first[r] + places[r];
+    }
   };
   static constexpr int each = 2;
   static_assert(each * 32 == ep_shape::most_ranks);

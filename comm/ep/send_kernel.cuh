@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(k_send_warps * 32)
     const rank_rows rows(shape, by, t, lane);
     row_belongings belongings(shape, from, t, lane);
     stage.wait();
-    belongings.store(shape, rows, stage.get(), [](int, std::size_t, int) {});
+    belongings.store(shape, rows, stage.get());
   }
   bulk_wait_written();
   meet_at_the_end(shape, flag_kind::rows, totals, rounds, round);

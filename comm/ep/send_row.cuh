@@ -127,17 +127,13 @@ class row_belongings {
     }
   }
   /// Stores the row, once it is there, and what belongs to it at every rank that it goes to.
-  /// `visit(r, row, index)` by all lanes for each: the index counts the token's ranks.
-  template <class Visit>
-  __device__ void store(const ep_shape& shape, const rank_rows& rows, char* row_in_shared,
-                        const Visit& visit) {
+  __device__ void store(const ep_shape& shape, const rank_rows& rows, char* row_in_shared) {
     if (shape.quantize) quantize_row(row_in_shared, shape.scale_count, lane_, scales_);
     rows.for_mine(shape, lane_, [&](int r, std::size_t row) {
       bulk_store(shape.at<char>(r, shape.x) + row * shape.row_bytes, row_in_shared,
                  shape.row_bytes);
     });
     bulk_commit();
-    int index = 0;
     for (int r = 0; r < shape.ranks; ++r) {
       const int at = rows.of(r);
       if (at < 0) continue;
@@ -156,7 +152,6 @@ class row_belongings {
         shape.at<float>(r, shape.weights)[row * shape.top_k + lane_] = here ? weight_ : 0;
       }
       if (lane_ == 0) shape.at<std::int32_t>(r, shape.tokens)[row] = t_;
-      visit(r, row, index++);
     }
   }
 

@@ -328,6 +328,8 @@ void a_captured_graph_replays_low_latency_rounds(const rank_context& at) {
     auto eager = script;
     eager.seed = 190 + replay;
     if (replay % 2 == 0) mine.run(eager);
+    at.ranks->barrier(
+        "results are written ahead of the dispatch, when peers may still read others");
   }
 }
 

@@ -53,8 +53,10 @@ struct low_latency_received {
 ///
 /// Every rank has a place for every other's rows, so that a sender knows where they go without
 ///   asking. There are two sets of buffers, used in turn: two dispatches may be under way at once,
-///   as when the halves of a batch overlap. Each way is split: issue() sends, wait() waits; between
-///   them nothing occupies a multiprocessor.
+///   as when the halves of a batch overlap. Each way is split. issue_dispatch() sends and
+///   wait_dispatch() waits; issue_combine() tells the peers that results are there and
+///   wait_combine() waits for theirs, loads and sums them. Between issue and wait nothing occupies
+///   a multiprocessor.
 /// Order on each rank: a dispatch's rows must have been read by work that comes before its
 ///   issue_combine() on that stream (or, if it is not combined, before the next issue_dispatch()),
 ///   since that tells the peers that its buffers may be written again. The calls below refuse what
@@ -90,12 +92,12 @@ class low_latency_exchange {
   round issue_dispatch(const tokens& from, native_stream stream);
   /// Until its rows have come.
   low_latency_received wait_dispatch(const round& of, native_stream stream);
-  /// Where the user writes what the experts made of a dispatch: bf16, laid as `x` was received;
-  /// weights applied by source, not applied by expert.
+  /// Where the user writes, behind wait_dispatch(), what the experts made of a dispatch: bf16, laid
+  /// as `x` was received; weights applied by source, not applied by expert.
   void* combine_buffer(const round& of) const;
-  /// Sends it back to where the tokens came from.
+  /// Tells the peers that it may be read. By expert, sums the rows of each token first.
   void issue_combine(const round& of, native_stream stream);
-  /// Until it has come; sums it as exchange::combine().
+  /// Until every rank's may be read; loads and sums as exchange::combine().
   void wait_combine(const round& of, void* out, const void* bias, native_stream stream);
 
   /// Both at once, faster than one after the other.
