@@ -26,12 +26,16 @@ void check_cuda(cudaError_t code, const char* call) {
   throw driver_error(std::string(call) + ": " + cudaGetErrorString(code), {}, code);
 }
 
-void require_bulk_copies(int device) {
+void require_kernels(int device) {
   const int major = attribute(device, cudaDevAttrComputeCapabilityMajor);
-  if (major >= 9) return;
-  throw unsupported("the kernels of evmm::ep copy in bulk, which DEVICE " + std::to_string(device) +
-                        " (compute capability " + std::to_string(major) + ") cannot",
-                    "use a GPU of compute capability 9.0 or later");
+  if (major >= 8) return;
+  throw unsupported("the kernels of evmm::ep do not run on DEVICE " + std::to_string(device) +
+                        " (compute capability " + std::to_string(major) + ")",
+                    "use a GPU of compute capability 8.0 or later");
+}
+
+bool begins_early(int device) {
+  return attribute(device, cudaDevAttrComputeCapabilityMajor) >= 9;
 }
 
 int checked_sms(int device, const char* option, int sms) {

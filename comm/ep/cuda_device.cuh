@@ -13,8 +13,10 @@ namespace evmm::ep {
 
 /// Throws driver_error.
 void check_cuda(cudaError_t code, const char* call);
-/// Sees that the kernels run on the device: throws unsupported below compute capability 9.0.
-void require_bulk_copies(int device);
+/// Sees that the kernels run on the device: throws unsupported below compute capability 8.0.
+void require_kernels(int device);
+/// Whether a kernel may begin while the one before it runs: from compute capability 9.0 on.
+bool begins_early(int device);
 /// `sms`, or all for 0. Throws invalid_argument naming the option when there are fewer.
 int checked_sms(int device, const char* option, int sms);
 /// Dynamic shared memory that the kernels of `ep` may have in a block, and lets `kernel` have it.
@@ -38,6 +40,25 @@ class device_guard {
  private:
   int before_ = 0;
   bool changed_ = false;
+};
+
+/// How a kernel is launched that begins while the one before it still runs, where the device can.
+struct early_launch {
+  cudaLaunchConfig_t config{};
+  cudaLaunchAttribute early{};
+  early_launch(unsigned blocks, unsigned threads, std::size_t shared, cudaStream_t stream,
+               bool can) {
+    config.gridDim = blocks;
+    config.blockDim = threads;
+    config.dynamicSmemBytes = shared;
+    config.stream = stream;
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &early;
+    config.numAttrs = can ? 1 : 0;
+  }
+  early_launch(const early_launch&) = delete;
+  early_launch& operator=(const early_launch&) = delete;
 };
 
 /// Memory of the thread's device, all zero at first.

@@ -16,6 +16,7 @@ class cuda_low_latency_steps final : public low_latency_steps {
   cuda_low_latency_steps(int device, int sms)
       : device_(device),
         sms_(checked_sms(device, "sms", sms)),
+        begins_early_(begins_early(device)),
         combine_shared_(allow_combine(device)),
         rounds_(static_cast<std::size_t>(4 * sms)) {
     for (const void* kernel : {reinterpret_cast<const void*>(&low_latency_dispatch_kernel),
@@ -45,18 +46,10 @@ class cuda_low_latency_steps final : public low_latency_steps {
       return;
     }
     const rows_in_shared room(shape.row_bytes, k_low_latency_warps, shared_);
-    cudaLaunchConfig_t config{};
-    config.gridDim = static_cast<unsigned>(shape.local_experts);
-    config.blockDim = room.warps * 32;
-    config.dynamicSmemBytes = room.bytes;
-    config.stream = stream;
-    // It is set up while the dispatch still runs.
-    cudaLaunchAttribute early{};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &early;
-    config.numAttrs = 1;
-    check_cuda(cudaLaunchKernelEx(&config, low_latency_arrange_kernel, shape, slot, *to, totals,
+    // It begins while the kernel before still runs, and waits for it where it needs it.
+    const early_launch how(static_cast<unsigned>(shape.local_experts), room.warps * 32, room.bytes,
+                           stream, begins_early_);
+    check_cuda(cudaLaunchKernelEx(&how.config, low_latency_arrange_kernel, shape, slot, *to, totals,
                                   static_cast<const std::uint64_t*>(rounds_of(set, 0))),
                "low_latency_arrange_kernel");
   }
@@ -79,6 +72,7 @@ class cuda_low_latency_steps final : public low_latency_steps {
   }
   int device_;
   int sms_;
+  bool begins_early_;
   std::size_t shared_ = 0, combine_shared_;
   device_words<std::uint64_t> rounds_;  ///< [set][dispatch, combine][block]
 };
@@ -86,7 +80,7 @@ class cuda_low_latency_steps final : public low_latency_steps {
 }  // namespace
 
 std::unique_ptr<low_latency_steps> make_cuda_low_latency_steps(device_id device, int sms) {
-  require_bulk_copies(device.value);
+  require_kernels(device.value);
   const device_guard here(device.value);
   return std::make_unique<cuda_low_latency_steps>(device.value, sms);
 }

@@ -20,6 +20,7 @@ class cuda_steps final : public ep_steps {
       : device_(device),
         sms_(checked_sms(device, "sms", sms)),
         local_sms_(checked_sms(device, "local_sms", local_sms)),
+        begins_early_(begins_early(device)),
         combine_shared_(allow_combine(device)),
         chosen_(static_cast<std::size_t>(experts + 1)),
         rounds_(static_cast<std::size_t>(1 + 2 * sms)) {
@@ -49,20 +50,12 @@ class cuda_steps final : public ep_steps {
             const ep_totals& totals, std::uint64_t ticket, native_stream stream) override {
     const device_guard here(device_);
     const rows_in_shared room(shape.given_bytes(), k_send_warps, shared_);
-    cudaLaunchConfig_t config{};
-    config.gridDim = static_cast<unsigned>(sms_);
-    config.blockDim = room.warps * 32;
-    config.dynamicSmemBytes = room.bytes;
-    config.stream = stream;
-    // It starts while the plan is still made, and waits for it where it needs it.
-    cudaLaunchAttribute early{};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &early;
-    config.numAttrs = 1;
-    check_cuda(
-        cudaLaunchKernelEx(&config, send_kernel, shape, from, by, totals, send_rounds(), ticket),
-        "send_kernel");
+    // It begins while the kernel before still runs, and waits for it where it needs it.
+    const early_launch how(static_cast<unsigned>(sms_), room.warps * 32, room.bytes, stream,
+                           begins_early_);
+    check_cuda(cudaLaunchKernelEx(&how.config, send_kernel, shape, from, by, totals, send_rounds(),
+                                  ticket),
+               "send_kernel");
   }
   void combine(const ep_shape& shape, int count, const plan_arrays& by, const combine_output& to,
                const ep_totals& totals, native_stream stream) override {
@@ -107,6 +100,7 @@ class cuda_steps final : public ep_steps {
   int device_;
   int sms_;
   int local_sms_;
+  bool begins_early_;
   std::size_t shared_ = 0, combine_shared_;
   device_words<int> chosen_;  ///< by plan_kernel, zero between plans
   device_words<std::uint64_t> rounds_;
@@ -115,7 +109,7 @@ class cuda_steps final : public ep_steps {
 }  // namespace
 
 std::unique_ptr<ep_steps> make_cuda_steps(device_id device, int sms, int local_sms, int experts) {
-  require_bulk_copies(device.value);
+  require_kernels(device.value);
   const device_guard here(device.value);
   return std::make_unique<cuda_steps>(device.value, sms, local_sms, experts);
 }

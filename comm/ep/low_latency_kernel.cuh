@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(k_low_latency_warps * 32)
                                 const __grid_constant__ ep_totals totals, std::uint64_t* rounds,
                                 low_latency_parts parts) {
   // What follows may be set up meanwhile.
-  asm volatile("griddepcontrol.launch_dependents;");
+  let_next_begin();
   extern __shared__ __align__(128) char shared[];
   const int warps = static_cast<int>(blockDim.x / 32);
   const int warp = static_cast<int>(threadIdx.x / 32);
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(k_low_latency_warps * 32)
                                const __grid_constant__ expert_layout to,
                                const __grid_constant__ ep_totals totals,
                                const std::uint64_t* dispatch_rounds) {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  wait_for_previous();
   extern __shared__ __align__(128) char shared[];
   const int warps = static_cast<int>(blockDim.x / 32);
   const int lane = static_cast<int>(threadIdx.x % 32);

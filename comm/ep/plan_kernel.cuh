@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include "comm/ep/bulk_copy.cuh"
 #include "comm/ep/choices.cuh"
 #include "comm/ep/meet_peers.cuh"
 
@@ -107,7 +108,7 @@ __global__ void __launch_bounds__(k_plan_warps * 32)
                 const __grid_constant__ plan_arrays to, const __grid_constant__ ep_totals totals,
                 std::uint64_t* rounds, bool shared_masks,
                 const __grid_constant__ expert_counts counts) {
-  asm volatile("griddepcontrol.launch_dependents;");
+  let_next_begin();
   extern __shared__ __align__(8) std::int32_t words[];
   if (blockIdx.x > 0) return count_choices(shape, from, counts, words);
   const std::uint64_t round = this_round(rounds);
@@ -201,7 +202,7 @@ __global__ void __launch_bounds__(k_plan_warps * 32)
     plan_again_kernel(const __grid_constant__ ep_shape shape,
                       const __grid_constant__ plan_arrays by,
                       const __grid_constant__ ep_totals totals, std::uint64_t* rounds) {
-  asm volatile("griddepcontrol.launch_dependents;");
+  let_next_begin();
   const std::uint64_t round = this_round(rounds);
   tell_counts(shape, [&](int r, int word) { return by.messages[r * shape.count_words() + word]; });
   learn_counts(shape, by, totals, rounds, round);

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(k_send_warps * 32)
     stage.init();
     if (first < from.count) stage.load(from.x, first);  // wherever it goes
   }
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  wait_for_previous();
   if (blockIdx.x == gridDim.x - 1) tell_host(shape, totals, ticket);
 
   for (int t = first; t < from.count; t += static_cast<int>(gridDim.x) * warps) {
