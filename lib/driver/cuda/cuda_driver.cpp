@@ -224,7 +224,9 @@ bool cuda_driver::can_access(device_id from, device_id to) const {
 
 std::optional<device_id> cuda_driver::current_device() const {
   check_caller();
+  CUcontext context = nullptr;
   CUdevice current = 0;
+  if (api_.ctx_get_current(&context) != CUDA_SUCCESS || context == nullptr) return std::nullopt;
   if (api_.ctx_get_device(&current) != CUDA_SUCCESS) return std::nullopt;
   for (std::size_t i = 0; i < devices_.size(); ++i) {
     if (devices_[i].device == current) return device_id{static_cast<int>(i)};
