@@ -3,10 +3,9 @@
 
 namespace evmm::ep {
 
-void require_one_node(const char* who, const bootstrap& ranks) {
+void require_one_node(const char* who, const bootstrap& ranks, const char* help) {
   if (ranks.node_count() == 1) return;
-  throw unsupported(fmt::format("{}: the ranks are on {} nodes", who, ranks.node_count()),
-                    "make one exchange for the ranks of each node");
+  throw unsupported(fmt::format("{}: the ranks are on {} nodes", who, ranks.node_count()), help);
 }
 
 token_arrays check_tokens(const tokens& from, const token_rules& rules) {

@@ -20,8 +20,8 @@ inline bool aligned_rows(const void* at) {
   return reinterpret_cast<std::uintptr_t>(at) % 16 == 0;
 }
 
-/// Throws unsupported when the ranks are on several nodes.
-void require_one_node(const char* who, const bootstrap& ranks);
+/// Throws unsupported, naming what helps, when the ranks are on several nodes.
+void require_one_node(const char* who, const bootstrap& ranks, const char* help);
 
 /// What the tokens of a call must be like.
 struct token_rules {
@@ -35,12 +35,14 @@ void check_choices(const ep_totals& totals, int experts);
 
 /// Throws invalid_argument for options that cannot be.
 template <class Options>
-void check_common_options(const char* who, const Options& given, int ranks) {
+void check_common_options(const char* who, const Options& given, const bootstrap& job) {
+  const int ranks = job.size();
+  const std::size_t on_node = job.node_ranks().size();
   const auto refuse = [&](const std::string& what, const std::string& help) {
     throw invalid_argument(std::string(who) + ": " + what, help);
   };
-  if (ranks > ep_shape::most_ranks) {
-    refuse(fmt::format("{} ranks", ranks),
+  if (on_node > ep_shape::most_ranks) {
+    refuse(fmt::format("{} ranks on a node", on_node),
            fmt::format("at most {} can exchange", ep_shape::most_ranks));
   }
   if (given.experts < 1 || given.experts % ranks != 0) {
@@ -98,16 +100,16 @@ void check_alike(const char* who, bootstrap& ranks, const Options& mine, const M
   }
 }
 
-/// All of a shape but its buffers.
+/// All of a shape but its buffers, of an exchange among `job_ranks` in all.
 template <class Options>
-ep_shape common_shape(const Options& options, const symmetric_view& view) {
+ep_shape common_shape(const Options& options, const symmetric_view& view, int job_ranks) {
   const bool fp8 = options.rows == payload::fp8;
   ep_shape shape;
   shape.base = view.base;
   shape.stride = view.stride;
   shape.rank = view.rank;
   shape.ranks = view.ranks;
-  shape.local_experts = options.experts / view.ranks;
+  shape.local_experts = options.experts / job_ranks;
   shape.top_k = options.top_k;
   shape.hidden = static_cast<int>(options.hidden);
   shape.row_bytes = static_cast<std::uint32_t>(options.hidden * (fp8 ? 1 : 2));

@@ -68,6 +68,13 @@ ep_shape exchange::state::gradient_shape() const {
   return as;
 }
 
+void exchange::state::see_device_rows() {
+  options.device_rows = std::min(x->device_rows(), y->device_rows());
+  if (by_expert()) {
+    options.device_expert_rows = std::min(expert_x->device_rows(), expert_y->device_rows());
+  }
+}
+
 void exchange::state::remember(native_stream stream) {
   if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {
     streams.push_back(stream);
@@ -80,8 +87,26 @@ void exchange::state::send(const ep_shape& as, const token_arrays& from, const p
   if (by_expert()) steps->place(shape, experts_at, stream);
 }
 
+token_arrays exchange::state::batch_of(const token_arrays& from, const plan& by, bool again,
+                                       bool as_gradients, native_stream stream) {
+  const token_arrays batch =
+      across ? across->gather(from, by.state_->nodes, again, as_gradients, stream) : from;
+  by.state_->batch = batch.count;
+  return batch;
+}
+
+void exchange::state::sum(const plan& by, const combine_output& to, bool weighted,
+                          native_stream stream) {
+  if (by_expert()) steps->unpermute(shape, experts_at, weighted, stream);
+  steps->combine(shape, by.state_->batch, by.state_->arrays(), across ? across->sums(to) : to,
+                 totals, stream);
+  if (across) across->scatter(by.state_->nodes, to, stream);
+}
+
 exchange::exchange(symmetric_heap& heap, const exchange_options& options)
-    : state_(std::make_unique<state>(heap, options)) {}
+    : state_(std::make_unique<state>(heap, nullptr, options)) {}
+exchange::exchange(symmetric_heap& heap, symmetric_channel& across, const exchange_options& options)
+    : state_(std::make_unique<state>(heap, &across, options)) {}
 exchange::~exchange() = default;
 
 plan exchange::make_plan() {
@@ -89,18 +114,20 @@ plan exchange::make_plan() {
   const symmetric_request on_device{.tiers = tier_policy::device_only};
   const auto ranks = static_cast<std::size_t>(s.shape.ranks);
   auto made = std::make_unique<plan::state>();
-  made->masks = {s.heap, s.options.max_tokens, nullptr, on_device};
-  made->places = {s.heap, s.options.max_tokens * ranks, nullptr, on_device};
+  made->masks = {s.heap, s.max_batch, nullptr, on_device};
+  made->places = {s.heap, s.max_batch * ranks, nullptr, on_device};
   made->first = {s.heap, ranks, nullptr, on_device};
   made->messages = {s.heap, s.messages.size(), nullptr, on_device};
+  if (s.across) made->nodes = s.across->make_plan();
   return plan(std::move(made));
 }
 
 received exchange::dispatch(const tokens& from, plan& to, native_stream stream) {
   state& s = *state_;
-  const token_arrays arrays = s.arrays_of(from, false);
-  to.state_->count = from.count;
+  const token_arrays given = s.arrays_of(from, false);
   s.remember(stream);
+  to.state_->count = from.count;
+  const token_arrays arrays = s.batch_of(given, to, false, false, stream);
   s.steps->plan(s.shape, arrays, to.state_->arrays(), s.totals, stream);
   s.send(s.shape, arrays, to, stream);
   if (s.by_expert()) s.steps->permute(s.shape, s.experts_at, stream);
@@ -117,8 +144,9 @@ token_arrays exchange::state::arrays_of_plan(const tokens& from, const plan& by,
 
 received exchange::dispatch_again(const tokens& from, const plan& by, native_stream stream) {
   state& s = *state_;
-  const token_arrays arrays = s.arrays_of_plan(from, by, false);
+  const token_arrays given = s.arrays_of_plan(from, by, false);
   s.remember(stream);
+  const token_arrays arrays = s.batch_of(given, by, true, false, stream);
   s.steps->plan_again(s.shape, by.state_->arrays(), s.totals, stream);
   s.send(s.shape, arrays, by, stream);
   if (s.by_expert()) s.steps->permute(s.shape, s.experts_at, stream);
@@ -135,21 +163,20 @@ void exchange::combine(const plan& by, void* out, const void* bias, native_strea
     refuse(fmt::format("combine into {} with bias {}", out, bias), "give rows aligned to 16 bytes");
   }
   s.remember(stream);
-  if (s.by_expert()) s.steps->unpermute(s.shape, s.experts_at, true, stream);
-  s.steps->combine(s.shape, static_cast<int>(by.tokens()), by.state_->arrays(),
-                   {.sums = out, .bias = bias}, s.totals, stream);
+  s.sum(by, {.sums = out, .bias = bias}, true, stream);
 }
 
 received exchange::combine_backward(const tokens& sums, const plan& by, const void* outputs,
                                     native_stream stream) {
   state& s = *state_;
-  const token_arrays arrays = s.arrays_of_plan(sums, by, true);
+  const token_arrays given = s.arrays_of_plan(sums, by, true);
   if (outputs != nullptr && (!s.by_expert() || !aligned_rows(outputs))) {
     refuse(fmt::format("make weights' gradients from outputs at {}", outputs),
            s.by_expert() ? "give rows aligned to 16 bytes"
                          : "by source the user writes them to weight_gradients()");
   }
   s.remember(stream);
+  const token_arrays arrays = s.batch_of(given, by, true, true, stream);
   s.steps->plan_again(s.shape, by.state_->arrays(), s.totals, stream);
   s.send(s.gradient_shape(), arrays, by, stream);
   if (s.by_expert()) s.steps->permute_gradients(s.shape, s.experts_at, outputs, stream);
@@ -173,9 +200,7 @@ void exchange::dispatch_backward(const plan& by, void* x, const std::int64_t* to
     refuse("bring back the gradients of weights: topk_ids is null", "give those of the dispatch");
   }
   s.remember(stream);
-  if (s.by_expert()) s.steps->unpermute(s.shape, s.experts_at, false, stream);
-  s.steps->combine(s.shape, static_cast<int>(by.tokens()), by.state_->arrays(),
-                   {.sums = x, .weight_gradients = weights, .ids = topk_ids}, s.totals, stream);
+  s.sum(by, {.sums = x, .weight_gradients = weights, .ids = topk_ids}, false, stream);
 }
 
 row_counts exchange::counts() {
@@ -191,7 +216,10 @@ row_counts exchange::counts() {
     std::this_thread::yield();
   }
   const std::int32_t* word = s.totals.on_host;
-  row_counts all{.rows = static_cast<std::size_t>(*word++), .by_source = {}, .by_expert = {}};
+  row_counts all{.rows = static_cast<std::size_t>(*word++),
+                 .by_source = {},
+                 .by_expert = {},
+                 .expert_begin = {}};
   std::int32_t before = 0;
   for (int r = 0; r < s.shape.ranks; ++r, ++word) {
     all.by_source.push_back(static_cast<std::size_t>(*word - before));
@@ -201,8 +229,11 @@ row_counts exchange::counts() {
   for (int e = 0; e < s.shape.local_experts; ++e, ++word) {
     const auto rows = static_cast<std::size_t>(*word);
     all.by_expert.push_back(rows);
-    if (s.by_expert()) all.expert_rows += (rows + alignment - 1) / alignment * alignment;
+    if (!s.by_expert()) continue;
+    all.expert_begin.push_back(all.expert_rows);
+    all.expert_rows += (rows + alignment - 1) / alignment * alignment;
   }
+  if (s.by_expert()) all.expert_begin.push_back(all.expert_rows);
   const auto beyond = [](std::size_t rows, std::size_t most) {
     return rows - std::min(rows, most);
   };
@@ -235,22 +266,16 @@ std::size_t exchange::adapt(double headroom) {
     rows->move_border(static_cast<std::size_t>(std::ceil(static_cast<double>(most) * headroom)),
                       {.streams = s.streams});
   };
-  const auto see = [&] {
-    s.options.device_rows = std::min(s.x->device_rows(), s.y->device_rows());
-    if (s.by_expert()) {
-      s.options.device_expert_rows = std::min(s.expert_x->device_rows(), s.expert_y->device_rows());
-    }
-  };
   try {
     follow(s.x, all.received);
     follow(s.y, all.received);
     follow(s.expert_x, all.by_expert);
     follow(s.expert_y, all.by_expert);
   } catch (...) {
-    see();
+    s.see_device_rows();
     throw;
   }
-  see();
+  s.see_device_rows();
   return s.options.device_rows;
 }
 

@@ -16,7 +16,7 @@ namespace {
 
 constexpr const char* k_name = "ep::exchange";
 
-void check_options(const exchange_options& given, int ranks) {
+void check_options(const exchange_options& given, const bootstrap& ranks) {
   check_common_options(k_name, given, ranks);
   const auto refuse = [](const std::string& what, const std::string& help) {
     throw invalid_argument(std::string(k_name) + ": " + what, help);
@@ -40,14 +40,17 @@ enum : std::size_t { k_ticket, k_lost, k_wrong, k_most_rows, k_most_expert_rows,
 
 }  // namespace
 
-exchange::state::state(symmetric_heap& given, const exchange_options& wanted)
+exchange::state::state(symmetric_heap& given, symmetric_channel* channel,
+                       const exchange_options& wanted)
     : heap(given), options(wanted) {
   symmetric_region& region = heap.region();
   bootstrap& ranks = region.ranks();
-  const int count = ranks.size();
+  const auto count = static_cast<int>(ranks.node_ranks().size());
   agree_on(ranks, "ep::exchange: options", [&] {
-    check_options(options, count);
-    require_one_node(k_name, ranks);
+    check_options(options, ranks);
+    if (channel == nullptr) {
+      require_one_node(k_name, ranks, "give the channel that carries what crosses nodes");
+    }
   });
   check_alike(k_name, ranks, options, [](const alike& same, const auto& a, const auto& b) {
     same("expert_alignment", a.expert_alignment, b.expert_alignment);
@@ -56,10 +59,17 @@ exchange::state::state(symmetric_heap& given, const exchange_options& wanted)
     same("adapt_steps", a.adapt_steps, b.adapt_steps);
     same("local_sms", a.local_sms, b.local_sms);
   });
-  shape = common_shape(options, region.view());
-  const int local_experts = options.experts / count;
+  shape = common_shape(options, region.view(), ranks.size());
+  // Within a node, what came from others is sent on like a rank's own.
+  auto batch = static_cast<std::size_t>(options.max_tokens);
+  if (ranks.node_count() > 1) {
+    across = std::make_unique<rail>(heap, *channel, options);
+    batch *= static_cast<std::size_t>(across->nodes());
+  }
+  max_batch = batch;
+  const int local_experts = shape.local_experts;
   const auto top_k = static_cast<std::size_t>(options.top_k);
-  capacity = static_cast<std::size_t>(count) * options.max_tokens;
+  capacity = static_cast<std::size_t>(count) * max_batch;
   if (options.device_rows == 0 || options.device_rows > capacity) options.device_rows = capacity;
 
   const symmetric_request on_device{.tiers = tier_policy::device_only};
@@ -93,6 +103,8 @@ exchange::state::state(symmetric_heap& given, const exchange_options& wanted)
     expert_y.emplace(heap, expert_capacity, y_bytes, options.device_expert_rows,
                      options.adapt_steps);
   }
+
+  see_device_rows();
 
   shape.flags = flags.offset();
   shape.counts = messages.offset();
@@ -136,7 +148,8 @@ exchange::state::state(symmetric_heap& given, const exchange_options& wanted)
     on().synchronize(stream);
     on().destroy_stream(stream);
     steps = on().info().kind == driver_kind::cuda
-                ? make_cuda_steps(region.device(), options.sms, options.local_sms, options.experts)
+                ? make_cuda_steps(region.device(), options.sms, options.local_sms,
+                                  count * local_experts)
                 : make_host_steps(on());
   });
 }

@@ -4,6 +4,7 @@
 #include "comm/ep/elastic_rows.hpp"
 #include "comm/ep/ep_steps.hpp"
 #include "comm/ep/pinned_words.hpp"
+#include "comm/ep/rail.hpp"
 
 #include <evmm/comm/symmetric_buffer.hpp>
 #include <evmm/ep/exchange.hpp>
@@ -16,14 +17,16 @@ namespace evmm::ep {
 struct plan::state {
   symmetric_buffer<std::uint64_t> masks;
   symmetric_buffer<std::int32_t> places, first, messages;
-  std::size_t count = 0;
+  std::size_t count = 0;  ///< of this rank's tokens
+  int batch = 0;          ///< of what it sends on within the node: those, and what other nodes sent
+  rail_plan nodes;
   plan_arrays arrays() const {
     return {masks.local(), places.local(), first.local(), messages.local()};
   }
 };
 
 struct exchange::state {
-  state(symmetric_heap& given, const exchange_options& wanted);
+  state(symmetric_heap& given, symmetric_channel* channel, const exchange_options& wanted);
 
   driver& on() const { return heap.region().on(); }
   bool by_expert() const { return options.arranged == layout::by_expert; }
@@ -34,12 +37,21 @@ struct exchange::state {
   received output() const;
   /// Behind a plan, and finds where what comes lies by expert.
   void send(const ep_shape& as, const token_arrays& from, const plan& by, native_stream stream);
+  /// What this rank sends within its node: `from`, and what crosses nodes.
+  token_arrays batch_of(const token_arrays& from, const plan& by, bool again, bool as_gradients,
+                        native_stream stream);
+  /// Sums what is in the combine buffers, by expert within each rank first.
+  void sum(const plan& by, const combine_output& to, bool weighted, native_stream stream);
   /// The exchange whose receive buffers are the combine buffers.
   ep_shape gradient_shape() const;
   void remember(native_stream stream);
+  /// Where the borders between the tiers are.
+  void see_device_rows();
 
   symmetric_heap& heap;
   exchange_options options;
+  std::unique_ptr<rail> across;  ///< where there are several nodes
+  std::size_t max_batch = 0;     ///< tokens that a rank sends within its node
   std::size_t capacity = 0, expert_capacity = 0;
   symmetric_buffer<std::uint64_t> flags;
   symmetric_buffer<std::int32_t> messages, totals_words;

@@ -24,7 +24,7 @@ namespace {
   throw invalid_argument("ep::low_latency_exchange: " + what, help);
 }
 
-void check_options(const low_latency_options& given, int ranks) {
+void check_options(const low_latency_options& given, const bootstrap& ranks) {
   check_common_options("ep::low_latency_exchange", given, ranks);
   if (given.max_tokens == 0 || given.max_tokens > 1024) {
     refuse(fmt::format("max_tokens is {}", given.max_tokens),
@@ -96,8 +96,9 @@ low_latency_exchange::state::state(symmetric_heap& given, const low_latency_opti
   bootstrap& ranks = region.ranks();
   const int count = ranks.size();
   agree_on(ranks, "ep::low_latency_exchange: options", [&] {
-    check_options(options, count);
-    require_one_node("ep::low_latency_exchange", ranks);
+    check_options(options, ranks);
+    require_one_node("ep::low_latency_exchange", ranks,
+                     "ep::exchange crosses nodes; or make one for the ranks of each node");
   });
   check_alike("ep::low_latency_exchange", ranks, options,
               [](const alike&, const auto&, const auto&) {});
@@ -140,7 +141,7 @@ void low_latency_exchange::state::take_buffers(buffer_set& set, int ranks) {
   const auto top_k = static_cast<std::size_t>(options.top_k);
   const std::size_t places = all_ranks * options.max_tokens;
   ep_shape& shape = set.shape;
-  shape = common_shape(options, heap.region().view());
+  shape = common_shape(options, heap.region().view(), ranks);
   const auto scale_count = static_cast<std::size_t>(shape.scale_count);
   set.flags = {heap, flag_kinds * all_ranks, nullptr, on_device};
   set.masks = {heap, options.max_tokens, nullptr, on_device};

@@ -17,15 +17,26 @@ using namespace evmm::units;
 ep_script script_for(const rank_context& at, ep::exchange_options options) {
   const int ranks = at.ranks->size();
   options.experts *= ranks;
+  // Nodes are counted in the order of their first ranks.
+  const auto firsts = at.ranks->all_gather_value(at.ranks->node_ranks().front().value, "nodes");
+  std::vector<int> node_of;
+  for (const int first : firsts) {
+    int node = 0;
+    for (std::size_t r = 0; r < firsts.size(); ++r) {
+      node += firsts[r] == static_cast<int>(r) && firsts[r] < first;
+    }
+    node_of.push_back(node);
+  }
   return {.options = options,
           .ranks = ranks,
+          .node_of = node_of,
           .counts = std::vector<std::size_t>(static_cast<std::size_t>(ranks), options.max_tokens)};
 }
 
 ep_rank::ep_rank(const rank_context& at, const ep::exchange_options& options)
     : at_(at),
       heap_(at.make({.reserve = 1_GiB, .max_segments = 64}), {.growth_step = 2_MiB}),
-      exchange_(heap_, options),
+      exchange_(make_exchange(options)),
       plan_(exchange_.make_plan()),
       stream_(at.on->create_stream(at.device)) {
   const std::size_t most = options.max_tokens;
@@ -38,6 +49,12 @@ ep_rank::ep_rank(const rank_context& at, const ep::exchange_options& options)
   out_ = {heap_, most * options.hidden};
   bias_ = {heap_, most * options.hidden};
   outputs_ = {heap_, combine_elements()};
+}
+
+ep::exchange& ep_rank::make_exchange(const ep::exchange_options& options) {
+  if (at_.ranks->node_count() == 1) return made_.emplace(heap_, options);
+  across_.emplace(heap_.region());
+  return made_.emplace(heap_, *across_, options);
 }
 
 ep_rank::~ep_rank() {
@@ -78,25 +95,26 @@ void ep_rank::expect_received(const ep_script& script, const ep::received& got,
   const ep::row_counts counts = exchange_.counts();
   ASSERT_EQ(counts.rows, expected.size());
   EXPECT_EQ(get(got.rows, 1)[0], static_cast<std::int32_t>(expected.size()));
-  const auto ends = get(got.source_end, static_cast<std::size_t>(script.ranks));
   const auto top_k = static_cast<std::size_t>(script.options.top_k);
   const int local = script.options.experts / script.ranks;
   const auto experts = get(got.experts, expected.size() * top_k);
   const auto weights = get(got.weights, expected.size() * top_k);
   const auto tokens = get(got.tokens, expected.size());
   std::vector<std::size_t> by_expert(static_cast<std::size_t>(local));
-  std::vector<std::int32_t> expected_ends(static_cast<std::size_t>(script.ranks));
+  const auto mates = script.ranks_of(script.node_of[static_cast<std::size_t>(me())]);
+  std::vector<std::int32_t> expected_ends;
+  for (const int via : mates) {
+    expected_ends.push_back(static_cast<std::int32_t>(std::count_if(
+        expected.begin(), expected.end(), [&](const ep_row& row) { return row.via <= via; })));
+  }
   std::size_t wrong = 0;
   for (int source = 0; source < script.ranks; ++source) {
     const auto ids = routing.ids(source);
     const auto sent_weights = routing.weights(source);
     for (std::size_t row = 0; row < expected.size(); ++row) {
-      if (expected[row].source <= source) {
-        expected_ends[static_cast<std::size_t>(source)] = static_cast<std::int32_t>(row + 1);
-      }
       if (expected[row].source != source) continue;
       const std::size_t t = expected[row].token;
-      wrong += tokens[row] != static_cast<std::int32_t>(t);
+      wrong += tokens[row] != static_cast<std::int32_t>(expected[row].index);
       for (std::size_t k = 0; k < top_k; ++k) {
         const std::int64_t id = ids[t * top_k + k];
         const bool here = id >= 0 && id / local == me();
@@ -107,7 +125,7 @@ void ep_rank::expect_received(const ep_script& script, const ep::received& got,
     }
   }
   EXPECT_EQ(wrong, 0u);
-  EXPECT_EQ(ends, expected_ends);
+  EXPECT_EQ(get(got.source_end, mates.size()), expected_ends);
   EXPECT_EQ(counts.by_expert, by_expert);
   EXPECT_EQ(counts.spilled,
             expected.size() - std::min(expected.size(), exchange_.options().device_rows));
@@ -133,6 +151,9 @@ void ep_rank::expect_by_expert(const ep_script& script, const ep::received& got,
   const auto begin = get(got.expert_begin, local + 1);
   const auto all = static_cast<std::size_t>(begin[local]);
   ASSERT_EQ(all, counts.expert_rows);
+  EXPECT_TRUE(
+      std::equal(begin.begin(), begin.end(), counts.expert_begin.begin(), counts.expert_begin.end(),
+                 [](std::int32_t a, std::size_t b) { return static_cast<std::size_t>(a) == b; }));
   ASSERT_LE(all, got.expert_capacity);
   const auto experts = get(got.experts, rows.size() * top_k);
   const auto expert_rows = get(got.expert_rows, rows.size() * top_k);

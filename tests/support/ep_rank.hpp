@@ -8,6 +8,7 @@
 #include <evmm/ep/exchange.hpp>
 #include <evmm/units.hpp>
 
+#include <optional>
 #include <vector>
 
 namespace evmm::test {
@@ -67,13 +68,16 @@ class ep_rank {
   }
 
  private:
+  ep::exchange& make_exchange(const ep::exchange_options& options);
   void expect_by_expert(const ep_script& script, const ep::received& got,
                         const std::vector<ep_row>& rows);
   std::size_t combine_elements() const;
 
   const rank_context& at_;
   symmetric_heap heap_;
-  ep::exchange exchange_;
+  std::optional<symmetric_channel> across_;  ///< where ranks are on several nodes
+  std::optional<ep::exchange> made_;
+  ep::exchange& exchange_;
   ep::plan plan_;
   native_stream stream_;
   ep::received got_;  ///< last

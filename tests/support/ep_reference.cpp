@@ -135,19 +135,52 @@ std::vector<std::uint16_t> ep_script::made(int rank, std::size_t row) const {
   return all;
 }
 
-std::vector<ep_row> rows_received(const ep_script& script, int rank) {
-  const int local = script.options.experts / script.ranks;
+namespace {
+
+/// Whether a token has an expert for which `wanted(rank)` holds.
+template <class Wanted>
+bool goes(const ep_script& script, const std::vector<std::int64_t>& ids, std::size_t t,
+          const Wanted& wanted) {
   const auto top_k = static_cast<std::size_t>(script.options.top_k);
+  const int local = script.options.experts / script.ranks;
+  return std::any_of(&ids[t * top_k], &ids[t * top_k] + top_k, [&](std::int64_t id) {
+    return id >= 0 && wanted(static_cast<int>(id / local));
+  });
+}
+
+}  // namespace
+
+std::vector<int> ep_script::ranks_of(int node) const {
+  std::vector<int> all;
+  for (int r = 0; r < ranks; ++r) {
+    if (node_of[static_cast<std::size_t>(r)] == node) all.push_back(r);
+  }
+  return all;
+}
+
+std::vector<ep_row> rows_received(const ep_script& script, int rank) {
+  const int here = script.node_of[static_cast<std::size_t>(rank)];
+  const int nodes = 1 + *std::max_element(script.node_of.begin(), script.node_of.end());
+  const auto mates = script.ranks_of(here);
   std::vector<ep_row> rows;
-  for (int source = 0; source < script.ranks; ++source) {
-    const auto ids = script.ids(source);
-    for (std::size_t t = 0; t * top_k < ids.size(); ++t) {
-      bool comes = false;
-      for (std::size_t k = 0; k < top_k; ++k) {
-        const std::int64_t id = ids[t * top_k + k];
-        comes = comes || (id >= 0 && id / local == rank);
+  for (std::size_t index = 0; index < mates.size(); ++index) {
+    std::size_t sent = 0;
+    const auto take = [&](int source, bool all) {
+      const auto ids = script.ids(source);
+      for (std::size_t t = 0; t < script.counts[static_cast<std::size_t>(source)]; ++t) {
+        const bool on_node = goes(script, ids, t, [&](int r) {
+          return script.node_of[static_cast<std::size_t>(r)] == here;
+        });
+        if (!all && !on_node) continue;
+        if (goes(script, ids, t, [&](int r) { return r == rank; })) {
+          rows.push_back({source, t, mates[index], sent});
+        }
+        ++sent;
       }
-      if (comes) rows.push_back({source, t});
+    };
+    take(mates[index], true);
+    for (int node = 0; node < nodes; ++node) {
+      if (node != here) take(script.ranks_of(node)[index], false);
     }
   }
   return rows;
@@ -183,29 +216,37 @@ std::vector<std::uint16_t> combined(const ep_script& script, int rank,
   for (std::size_t i = 0; i < sums.size() && !bias.empty(); ++i) {
     sums[i] = ep::to_float({bias[i]});
   }
-  for (int at = 0; at < script.ranks; ++at) {
-    if ((without >> at & 1) != 0) continue;
-    const auto rows = rows_received(script, at);
-    for (std::size_t row = 0; row < rows.size(); ++row) {
-      if (rows[row].source != rank) continue;
-      const std::size_t t = rows[row].token;
-      std::vector<float> of_rank(hidden);
-      if (!script.by_expert()) {
-        const auto made = script.made(at, row);
-        for (std::size_t i = 0; i < hidden; ++i) of_rank[i] = ep::to_float({made[i]});
-      } else {
-        for (std::size_t k = 0; k < top_k; ++k) {
-          const std::int64_t id = ids[t * top_k + k];
-          if (id < 0 || id / local != at) continue;
-          const auto made = script.made(at, ep_script::choice(row, k));
-          const float weight = weighted ? weights[t * top_k + k] : 1;
-          for (std::size_t i = 0; i < hidden; ++i) {
-            of_rank[i] = std::fma(ep::to_float({made[i]}), weight, of_rank[i]);
+  const int nodes = 1 + *std::max_element(script.node_of.begin(), script.node_of.end());
+  for (int node = 0; node < nodes; ++node) {
+    // What another node makes of a token is summed there, and comes as bf16.
+    std::vector<float> of_node(nodes == 1 ? sums : std::vector<float>(sums.size()));
+    for (const int at : script.ranks_of(node)) {
+      if ((without >> at & 1) != 0) continue;
+      const auto rows = rows_received(script, at);
+      for (std::size_t row = 0; row < rows.size(); ++row) {
+        if (rows[row].source != rank) continue;
+        const std::size_t t = rows[row].token;
+        std::vector<float> of_rank(hidden);
+        if (!script.by_expert()) {
+          const auto made = script.made(at, row);
+          for (std::size_t i = 0; i < hidden; ++i) of_rank[i] = ep::to_float({made[i]});
+        } else {
+          for (std::size_t k = 0; k < top_k; ++k) {
+            const std::int64_t id = ids[t * top_k + k];
+            if (id < 0 || id / local != at) continue;
+            const auto made = script.made(at, ep_script::choice(row, k));
+            const float weight = weighted ? weights[t * top_k + k] : 1;
+            for (std::size_t i = 0; i < hidden; ++i) {
+              of_rank[i] = std::fma(ep::to_float({made[i]}), weight, of_rank[i]);
+            }
           }
+          for (float& one : of_rank) one = ep::to_float(ep::to_bf16(one));
         }
-        for (float& one : of_rank) one = ep::to_float(ep::to_bf16(one));
+        for (std::size_t i = 0; i < hidden; ++i) of_node[t * hidden + i] += of_rank[i];
       }
-      for (std::size_t i = 0; i < hidden; ++i) sums[t * hidden + i] += of_rank[i];
+    }
+    for (std::size_t i = 0; i < sums.size(); ++i) {
+      sums[i] = nodes == 1 ? of_node[i] : sums[i] + ep::to_float(ep::to_bf16(of_node[i]));
     }
   }
   std::vector<std::uint16_t> all;

@@ -13,6 +13,7 @@ namespace evmm::test {
 struct ep_script {
   ep::exchange_options options;
   int ranks = 1;
+  std::vector<int> node_of;         ///< by rank, counted in the order of their first ranks
   std::vector<std::size_t> counts;  ///< tokens of each rank
   std::uint64_t seed = 0;
   std::uint64_t routing_seed = 0;  ///< of ids and weights; 0: as the rest
@@ -21,8 +22,8 @@ struct ep_script {
   /// No token chooses an expert twice, where there are enough of them.
   bool distinct = false;
   /// One in so many choices is -1; 0: none.
-  int masked = 0;
-
+  int masked = 0;  /// In ascending order.
+  std::vector<int> ranks_of(int node) const;
   std::uint64_t routing() const { return routing_seed == 0 ? seed : routing_seed; }
   bool scaled() const { return options.rows == ep::payload::fp8; }
   bool by_expert() const { return options.arranged == ep::layout::by_expert; }
@@ -45,6 +46,8 @@ struct ep_script {
 struct ep_row {
   int source;
   std::size_t token;
+  int via = 0;  ///< rank of the receiver's node that sent it on; the source, if it is there
+  std::size_t index = 0;  ///< of what that rank sends
 };
 
 /// What all ranks send.

@@ -2,9 +2,12 @@
 #include "tests/support/ep_cases.hpp"
 #include "tests/support/thread_ranks.hpp"
 
+#include <evmm/comm/symmetric_channel.hpp>
+#include <evmm/ep/exchange.hpp>
 #include <evmm/host_driver.hpp>
 #include <evmm/units.hpp>
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <string>
@@ -16,17 +19,19 @@ namespace {
 using namespace evmm::units;
 
 struct threads_case {
-  int ranks;
+  std::string hosts;  ///< of each rank: "aabb" for two of two ranks each
   symmetric_case tried;
   friend void PrintTo(const threads_case& run, std::ostream* out) {
-    *out << run.tried.name << " on " << run.ranks << " ranks";
+    *out << run.tried.name << " on " << run.hosts;
   }
 };
 class ep_threads : public ::testing::TestWithParam<threads_case> {};
 
 TEST_P(ep_threads, holds) {
-  const int size = GetParam().ranks;
-  const auto bootstraps = make_thread_bootstraps(size);
+  const auto size = static_cast<int>(GetParam().hosts.size());
+  std::vector<std::string> hosts;
+  for (const char host : GetParam().hosts) hosts.emplace_back(1, host);
+  const auto bootstraps = make_thread_bootstraps(size, hosts);
   const auto thrown = run_ranks(size, [&](int rank) {
     GetParam().tried.run({.ranks = bootstraps[static_cast<std::size_t>(rank)],
                           .on = host_driver::make({.device_bytes = 4_GiB, .host_bytes = 4_GiB})});
@@ -34,16 +39,33 @@ TEST_P(ep_threads, holds) {
   for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
 }
 
+TEST(ep_nodes, have_as_many_ranks_each) {
+  const auto bootstraps = make_thread_bootstraps(3, {"a", "a", "b"});
+  run_ranks(3, [&](int rank) {
+    const rank_context at{.ranks = bootstraps[static_cast<std::size_t>(rank)],
+                          .on = host_driver::make({})};
+    symmetric_heap heap(at.make());
+    symmetric_channel across(heap.region());
+    EXPECT_THAT(
+        thrown_by([&] { ep::exchange(heap, across, {.experts = 3, .top_k = 1, .hidden = 128}); }),
+        ::testing::HasSubstr("the node of rank 0 has 2 ranks, that of rank 2 has 1"));
+    across.close();
+  });
+}
+
 std::vector<threads_case> all_cases() {
   std::vector<threads_case> all;
-  for (const int ranks : {1, 2, 4}) {
-    for (const symmetric_case& tried : ep_cases()) all.push_back({ranks, tried});
-    for (const symmetric_case& tried : low_latency_cases()) all.push_back({ranks, tried});
+  for (const char* hosts : {"a", "aa", "aaaa"}) {
+    for (const symmetric_case& tried : ep_cases()) all.push_back({hosts, tried});
+    for (const symmetric_case& tried : low_latency_cases()) all.push_back({hosts, tried});
+  }
+  for (const char* hosts : {"ab", "abab", "abc"}) {
+    for (const symmetric_case& tried : ep_cases()) all.push_back({hosts, tried});
   }
   return all;
 }
 INSTANTIATE_TEST_SUITE_P(ranks, ep_threads, ::testing::ValuesIn(all_cases()), [](const auto& info) {
-  return info.param.tried.name + "_" + std::to_string(info.param.ranks);
+  return info.param.tried.name + "_" + info.param.hosts;
 });
 
 }  // namespace

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <evmm/comm/symmetric_channel.hpp>
 #include <evmm/comm/symmetric_heap.hpp>
 
 #include <chrono>
@@ -100,7 +101,9 @@ struct row_counts {
   std::vector<std::size_t> by_source;  ///< [ranks]
   std::vector<std::size_t> by_expert;  ///< [local experts]
   std::size_t spilled = 0;             ///< rows beyond device_rows
-  /// by_expert: rows of all groups with their padding, and those beyond device_expert_rows.
+  /// by_expert: as received::expert_begin, the rows of all groups with their padding, and those
+  /// beyond device_expert_rows.
+  std::vector<std::size_t> expert_begin;
   std::size_t expert_rows = 0, spilled_expert_rows = 0;
 };
 
@@ -124,10 +127,17 @@ class plan {
   std::unique_ptr<state> state_;
 };
 
-/// Expert-parallel dispatch and combine among the ranks of a node, over loads and stores.
+/// Expert-parallel dispatch and combine: over loads and stores among the ranks of a node, over a
+/// symmetric_channel between nodes.
 ///
 /// Memory: buffers of a symmetric heap, sized for the worst case, of which `device_rows` lie on the
 ///   device. Outputs lie where the user's kernels read them: nothing is copied out.
+/// Nodes: a token goes to each other node that has experts of it once, to the rank that has its
+///   sender's index there, which sends it on as one of its own; the node's sum comes back the same
+///   way, as bf16. Rows are then sorted by the rank of this node that sent them on, and `tokens`
+///   are indices into what that rank sends: its own tokens, then those of each other node. A
+///   dispatch waits on the CPU until counts have crossed, and nothing can be captured. Rows cross
+///   as they are given: bf16 if they are quantised here.
 /// Threads: one at a time; the calls are collective: the same on every rank, in the same order.
 /// Streams: all work is enqueued on the stream of the call; nothing waits on the CPU but what says
 ///   so. A rank's received rows may be overwritten once its next dispatch begins on its stream, its
@@ -145,6 +155,9 @@ class exchange {
   /// Collective: takes its buffers from the heap, which must outlive it. Throws invalid_argument
   /// for options that cannot be, unsupported when ranks are on several nodes, out_of_memory.
   exchange(symmetric_heap& heap, const exchange_options& options);
+  /// The same for ranks on several nodes, as many on each; `across` carries what crosses them and
+  /// must outlive the exchange.
+  exchange(symmetric_heap& heap, symmetric_channel& across, const exchange_options& options);
   ~exchange();
   exchange(const exchange&) = delete;
   exchange& operator=(const exchange&) = delete;
@@ -197,6 +210,8 @@ class exchange {
   /// invalid_argument when a token chose an expert that there is not.
   void check();
 
+  /// As given, but for device_rows and device_expert_rows, which are what there is: segments are
+  /// rounded up.
   const exchange_options& options() const noexcept;
   /// Most rows that a rank can receive, by source and by expert.
   std::size_t capacity() const noexcept;
