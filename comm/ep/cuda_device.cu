@@ -45,6 +45,13 @@ int checked_sms(int device, const char* option, int sms) {
                          std::to_string(device) + " has " + std::to_string(all));
 }
 
+void load_kernels(std::initializer_list<const void*> kernels) {
+  for (const void* kernel : kernels) {
+    cudaFuncAttributes loaded{};
+    check_cuda(cudaFuncGetAttributes(&loaded, kernel), "cudaFuncGetAttributes");
+  }
+}
+
 std::size_t allow_shared(int device, const void* kernel) {
   const int most = attribute(device, cudaDevAttrMaxSharedMemoryPerBlockOptin) - k_static_shared;
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most),

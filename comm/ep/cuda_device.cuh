@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 
 // What the launches of kernels share.
 
@@ -19,6 +20,9 @@ void require_kernels(int device);
 bool begins_early(int device);
 /// `sms`, or all for 0. Throws invalid_argument naming the option when there are fewer.
 int checked_sms(int device, const char* option, int sms);
+/// Loads kernels now. At its first launch a kernel is loaded, which waits for the device: for ever,
+/// when the device waits for messages whose thread the load holds up.
+void load_kernels(std::initializer_list<const void*> kernels);
 /// Dynamic shared memory that the kernels of `ep` may have in a block, and lets `kernel` have it.
 std::size_t allow_shared(int device, const void* kernel);
 

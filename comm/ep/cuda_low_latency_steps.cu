@@ -23,6 +23,7 @@ class cuda_low_latency_steps final : public low_latency_steps {
                                reinterpret_cast<const void*>(&low_latency_arrange_kernel)}) {
       shared_ = allow_shared(device, kernel);
     }
+    load_kernels({reinterpret_cast<const void*>(&low_latency_ready_kernel)});
   }
 
   void issue_dispatch(int set, const ep_shape& shape, const low_latency_slot& slot,

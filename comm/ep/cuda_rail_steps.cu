@@ -172,7 +172,12 @@ __global__ void __launch_bounds__(k_warps * 32)
 class cuda_rail_steps final : public rail_steps {
  public:
   explicit cuda_rail_steps(int device)
-      : device_(device), blocks_(static_cast<unsigned>(2 * checked_sms(device, "sms", 0))) {}
+      : device_(device), blocks_(static_cast<unsigned>(2 * checked_sms(device, "sms", 0))) {
+    load_kernels({reinterpret_cast<const void*>(&place_records_kernel),
+                  reinterpret_cast<const void*>(&pack_records_kernel),
+                  reinterpret_cast<const void*>(&unpack_records_kernel),
+                  reinterpret_cast<const void*>(&add_nodes_kernel)});
+  }
 
   void place(const node_map& map, const token_arrays& from, int top_k, std::int32_t* places,
              std::int64_t* counts, native_stream stream) override {
@@ -213,6 +218,7 @@ class cuda_rail_steps final : public rail_steps {
 
 std::unique_ptr<rail_steps> make_cuda_rail_steps(device_id device) {
   require_kernels(device.value);
+  const device_guard here(device.value);
   return std::make_unique<cuda_rail_steps>(device.value);
 }
 

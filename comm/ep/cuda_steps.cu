@@ -29,6 +29,10 @@ class cuda_steps final : public ep_steps {
           reinterpret_cast<const void*>(&permute_kernel)}) {
       shared_ = allow_shared(device, kernel);
     }
+    load_kernels({reinterpret_cast<const void*>(&plan_again_kernel),
+                  reinterpret_cast<const void*>(&place_kernel),
+                  reinterpret_cast<const void*>(&unpermute_kernel),
+                  reinterpret_cast<const void*>(&permute_gradients_kernel)});
   }
 
   void plan(const ep_shape& shape, const token_arrays& from, const plan_arrays& to,

@@ -112,6 +112,8 @@ void rail::exchange_counts(rail_plan& plan, native_stream stream) {
     in[r] = {counts_in_.offset() + word(node), sizeof(std::int64_t)};
   }
   channel_.all_to_all_v(out, in, stream);
+  // A copy to pageable memory blocks inside the driver: not while the stream waits for messages.
+  channel_.synchronize(stream);
   std::vector<std::int64_t> sent(nodes), came(nodes);
   driver& on = heap_.region().on();
   const auto read = [&](std::vector<std::int64_t>& to, const symmetric_buffer<std::int64_t>& from) {
@@ -120,7 +122,7 @@ void rail::exchange_counts(rail_plan& plan, native_stream stream) {
   };
   read(sent, counts_out_);
   read(came, counts_in_);
-  channel_.synchronize(stream);
+  on.synchronize(stream);
   std::copy(sent.begin(), sent.end(), plan.sent.begin());
   std::copy(came.begin(), came.end(), plan.came.begin());
 }

@@ -130,10 +130,8 @@ void moe_layer::backward(const bf16* of_y, bf16* of_x) {
 void moe_layer::see_groups() {
   counts_ = exchange_.counts();
   groups_.clear();
-  std::size_t begin = 0;
-  for (const std::size_t rows : counts_.by_expert) {
-    groups_.push_back({begin, rows});
-    begin += (rows + k_group_alignment - 1) / k_group_alignment * k_group_alignment;
+  for (std::size_t e = 0; e < counts_.by_expert.size(); ++e) {
+    groups_.push_back({counts_.expert_begin[e], counts_.by_expert[e]});
   }
 }
 

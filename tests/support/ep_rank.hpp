@@ -54,6 +54,7 @@ class ep_rank {
   std::vector<T> get(const T* from, std::size_t count) {
     std::vector<T> all(count);
     if (count == 0) return all;
+    settle();
     at_.on->copy(reinterpret_cast<address>(all.data()), reinterpret_cast<address>(from),
                  count * sizeof(T), stream_);
     at_.on->synchronize(stream_);
@@ -62,12 +63,17 @@ class ep_rank {
   template <class T, class U>
   void put(T* to, const std::vector<U>& all) {
     if (all.empty()) return;
+    settle();
     at_.on->copy(reinterpret_cast<address>(to), reinterpret_cast<address>(all.data()),
                  all.size() * sizeof(U), stream_);
     at_.on->synchronize(stream_);
   }
 
  private:
+  /// Copies of pageable memory are not for streams that wait for messages.
+  void settle() {
+    if (across_) across_->synchronize(stream_);
+  }
   ep::exchange& make_exchange(const ep::exchange_options& options);
   void expect_by_expert(const ep_script& script, const ep::received& got,
                         const std::vector<ep_row>& rows);

@@ -46,6 +46,11 @@ class cuda_table_steps final : public table_steps {
     check_cuda(cub::DeviceRadixSort::SortPairs(nullptr, sort_bytes_, none, none,
                                                static_cast<int>(max_batch)),
                "DeviceRadixSort");
+    load_kernels({reinterpret_cast<const void*>(&key_kernel),
+                  reinterpret_cast<const void*>(&claim_kernel),
+                  reinterpret_cast<const void*>(&gather_kernel),
+                  reinterpret_cast<const void*>(&scatter_kernel),
+                  reinterpret_cast<const void*>(&drop_kernel)});
   }
 
   std::size_t scratch_bytes() const override {

@@ -87,7 +87,10 @@ struct incoming_block {
 ///   bootstrap's timeout, counted from when the stream got there, is lost. A stream cannot fail, so
 ///   it is let go on past its waits, which then stand for nothing: look at check() before trusting
 ///   what a stream did. Each wait on CUDA holds a hardware queue: with more streams than
-///   CUDA_DEVICE_MAX_CONNECTIONS (8), one stream's wait may hold up another.
+///   CUDA_DEVICE_MAX_CONNECTIONS (8), one stream's wait may hold up another. While a stream waits,
+///   what blocks inside CUDA may hold up the thread that moves the bytes, and so wait for ever: a
+///   copy from or to pageable memory, or the first launch of a kernel, which loads it
+///   (CUDA_MODULE_LOADING=EAGER loads all at once). Call synchronize() before.
 class symmetric_channel {
  public:
   /// Collective over all ranks of the region, which outlives the channel and does not move. Throws
