@@ -3,6 +3,7 @@
 #include "comm/ep/host_permute.hpp"
 #include "comm/ep/host_rows.hpp"
 #include "comm/ep/low_latency_steps.hpp"
+#include "lib/support/patience.hpp"
 
 #include <chrono>
 #include <vector>
@@ -65,6 +66,7 @@ class host_low_latency_steps final : public low_latency_steps {
   static void wait_for_living(const ep_shape& shape, const low_latency_slot& slot, flag_kind kind,
                               const ep_totals& totals, std::uint64_t round) {
     const auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(shape.timeout_ns);
+    patience rest;
     for (int r = 0; r < shape.ranks; ++r) {
       while (!is_dead(*slot.dead, r) &&
              read_signal(shape.flag(shape.rank, kind, r)) < shape.goal(kind, round)) {
@@ -72,7 +74,7 @@ class host_low_latency_steps final : public low_latency_steps {
           *slot.dead |= std::uint64_t{1} << r;
           __atomic_fetch_or(totals.lost_on_host, std::uint64_t{1} << r, __ATOMIC_RELAXED);
         }
-        relax();
+        rest.spend();
       }
     }
   }

@@ -5,6 +5,7 @@
 #include "comm/ep/ep_steps.hpp"
 #include "comm/ep/host_permute.hpp"
 #include "comm/ep/host_rows.hpp"
+#include "lib/support/patience.hpp"
 
 #include <algorithm>
 #include <chrono>
@@ -75,13 +76,14 @@ class host_steps final : public ep_steps {
   static void wait_for_peers(const ep_shape& shape, flag_kind kind, const ep_totals& totals,
                              std::uint64_t round) {
     const auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(shape.timeout_ns);
+    patience rest;
     for (int r = 0; r < shape.ranks; ++r) {
       while (read_signal(shape.flag(shape.rank, kind, r)) < shape.goal(kind, round)) {
         if (std::chrono::steady_clock::now() > end) {
           __atomic_fetch_or(totals.lost_on_host, std::uint64_t{1} << r, __ATOMIC_RELAXED);
           break;
         }
-        relax();
+        rest.spend();
       }
     }
   }

@@ -29,9 +29,10 @@ std::size_t rounds_or(std::size_t usual) {
                                       .value_or(static_cast<std::int64_t>(usual)));
 }
 
-const symmetric_case k_many_exchanges{"many_exchanges_are_exact", [](const rank_context& at) {
-                                        run_random_exchanges(at, rounds_or(100), 11);
-                                      }};
+const symmetric_case k_many_exchanges{
+    "many_exchanges_are_exact", [](const rank_context& at) {
+      run_random_exchanges(at, rounds_or(at.ranks->node_count() > 1 ? 20 : 100), 11);
+    }};
 const symmetric_case k_many_low_latency{
     "many_low_latency_rounds_are_exact",
     [](const rank_context& at) { run_random_low_latency(at, rounds_or(200), 12); }};

@@ -58,6 +58,10 @@ ep::exchange& ep_rank::make_exchange(const ep::exchange_options& options) {
 }
 
 ep_rank::~ep_rank() {
+  // Others may still wait for what this rank sent last.
+  if (across_) {
+    EXPECT_NO_THROW(across_->close());
+  }
   at_.on->synchronize(stream_);
   at_.on->destroy_stream(stream_);
 }

@@ -156,7 +156,8 @@ class exchange {
   /// for options that cannot be, unsupported when ranks are on several nodes, out_of_memory.
   exchange(symmetric_heap& heap, const exchange_options& options);
   /// The same for ranks on several nodes, as many on each; `across` carries what crosses them and
-  /// must outlive the exchange.
+  /// must outlive the exchange. Close it before it is destroyed: peers may wait for what this rank
+  /// sent last.
   exchange(symmetric_heap& heap, symmetric_channel& across, const exchange_options& options);
   ~exchange();
   exchange(const exchange&) = delete;
