@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lib/allocator/free_index.hpp"
 
+#include <algorithm>
+
 namespace evmm {
 
 std::size_t free_index::next_used(std::size_t first) const noexcept {
@@ -14,15 +16,20 @@ std::size_t free_index::next_used(std::size_t first) const noexcept {
   return word * 64 + static_cast<std::size_t>(std::countr_zero(bits));
 }
 
-void free_index::insert(block* added) noexcept {
+// A bound may be too high for a while: what leaves a tree does not lower those above it.
+
+void free_index::plant(block* added) noexcept {
   const std::size_t bin = bin_of(added->run_bytes);
   block** link = &roots_[bin];
   const std::uint64_t own = priority(added);
   while (*link != nullptr && priority(*link) >= own) {
-    link = less(added, *link) ? &(*link)->left : &(*link)->right;
+    block* const above = *link;
+    above->most_free = std::max(above->most_free, added->run_free);
+    link = less(added, above) ? &above->left : &above->right;
   }
   // Split what was here into those below and those above.
   block* rest = *link;
+  added->most_free = std::max(added->run_free, rest != nullptr ? rest->most_free : 0);
   *link = added;
   block** below = &added->left;
   block** above = &added->right;
@@ -39,48 +46,51 @@ void free_index::insert(block* added) noexcept {
   }
   *below = *above = nullptr;
   used_[bin / 64] |= std::uint64_t{1} << (bin % 64);
-  ++count_;
 }
 
-void free_index::erase(block* gone) noexcept {
+void free_index::uproot(block* gone) noexcept {
   const std::size_t bin = bin_of(gone->run_bytes);
   block** link = &roots_[bin];
   while (*link != gone) link = less(gone, *link) ? &(*link)->left : &(*link)->right;
   block* below = gone->left;
   block* above = gone->right;
   while (below != nullptr && above != nullptr) {
+    const std::size_t most = std::max(below->most_free, above->most_free);
     if (priority(below) > priority(above)) {
       *link = below;
+      below->most_free = most;
       link = &below->right;
       below = *link;
     } else {
       *link = above;
+      above->most_free = most;
       link = &above->left;
       above = *link;
     }
   }
   *link = below != nullptr ? below : above;
   if (roots_[bin] == nullptr) used_[bin / 64] &= ~(std::uint64_t{1} << (bin % 64));
-  --count_;
 }
 
-block* free_index::best_fit(std::size_t bytes) const noexcept {
-  const std::size_t bin = bin_of(bytes);
-  block* found = nullptr;
-  for (block* at = roots_[bin]; at != nullptr;) {
-    if (at->run_bytes >= bytes) {
-      found = at;
-      at = at->left;
-    } else {
-      at = at->right;
+block* free_index::first_with(block* root, std::size_t bytes) noexcept {
+  if (root == nullptr || root->most_free < bytes) return nullptr;
+  if (block* const found = first_with(root->left, bytes)) return found;
+  if (root->run_free >= bytes) return root;
+  if (block* const found = first_with(root->right, bytes)) return found;
+  const auto bound = [](const block* of) { return of != nullptr ? of->most_free : 0; };
+  root->most_free = std::max({root->run_free, bound(root->left), bound(root->right)});
+  return nullptr;
+}
+
+block* free_index::best_fit(std::size_t bytes) noexcept {
+  block* const last = last_ != nullptr && last_->run_free >= bytes ? last_ : nullptr;
+  const std::size_t end = last != nullptr ? bin_of(last->run_bytes) + 1 : bins;
+  for (std::size_t bin = next_used(bin_of(bytes)); bin < end; bin = next_used(bin + 1)) {
+    if (block* const found = first_with(roots_[bin], bytes)) {
+      return last != nullptr && less(last, found) ? last : found;
     }
   }
-  if (found != nullptr) return found;
-  const std::size_t next = next_used(bin + 1);
-  if (next == bins) return nullptr;
-  found = roots_[next];
-  while (found->left != nullptr) found = found->left;
-  return found;
+  return last;
 }
 
 }  // namespace evmm

@@ -410,10 +410,13 @@ void caching_allocator::check_invariants() const {
         if (b->vacant() && (last == nullptr || !last->vacant())) {
           ++runs;
           std::size_t run_bytes = 0;
+          std::size_t run_free = 0;
           for (const block* part = b; part != nullptr && part->vacant(); part = part->after) {
             run_bytes += part->bytes;
+            if (part->use == block_use::free) run_free = std::max(run_free, part->bytes);
           }
           require(run_bytes == b->run_bytes, "a run of free addresses has another size");
+          require(run_free == b->run_free, "the largest free block of a run has another size");
         }
         recent += b->use == block_use::recent;
         if (b->live()) {
