@@ -27,58 +27,58 @@ void free_index::plant(block* added) noexcept {
     above->most_free = std::max(above->most_free, added->run_free);
     link = less(added, above) ? &above->left : &above->right;
   }
-  // Split what was here into those below and those above.
+  // Split what was here into those above and those below.
   block* rest = *link;
   added->most_free = std::max(added->run_free, rest != nullptr ? rest->most_free : 0);
   *link = added;
-  block** below = &added->left;
-  block** above = &added->right;
+  block** ends[2] = {&added->right, &added->left};
   while (rest != nullptr) {
-    if (less(rest, added)) {
-      *below = rest;
-      below = &rest->right;
-      rest = *below;
-    } else {
-      *above = rest;
-      above = &rest->left;
-      rest = *above;
-    }
+    block**& end = ends[less(rest, added)];
+    *end = rest;
+    end = less(rest, added) ? &rest->right : &rest->left;
+    rest = *end;
   }
-  *below = *above = nullptr;
+  *ends[0] = *ends[1] = nullptr;
+  found_ = nullptr;
   used_[bin / 64] |= std::uint64_t{1} << (bin % 64);
 }
 
 void free_index::uproot(block* gone) noexcept {
   const std::size_t bin = bin_of(gone->run_bytes);
   block** link = &roots_[bin];
+  if (found_ != nullptr && *found_ == gone) link = found_;
   while (*link != gone) link = less(gone, *link) ? &(*link)->left : &(*link)->right;
+  found_ = nullptr;
   block* below = gone->left;
   block* above = gone->right;
   while (below != nullptr && above != nullptr) {
-    const std::size_t most = std::max(below->most_free, above->most_free);
-    if (priority(below) > priority(above)) {
-      *link = below;
-      below->most_free = most;
-      link = &below->right;
-      below = *link;
-    } else {
-      *link = above;
-      above->most_free = most;
-      link = &above->left;
-      above = *link;
-    }
+    const bool low = priority(below) > priority(above);
+    block* const next = low ? below : above;
+    next->most_free = std::max(below->most_free, above->most_free);
+    *link = next;
+    link = low ? &next->right : &next->left;
+    (low ? below : above) = *link;
   }
   *link = below != nullptr ? below : above;
   if (roots_[bin] == nullptr) used_[bin / 64] &= ~(std::uint64_t{1} << (bin % 64));
 }
 
-block* free_index::first_with(block* root, std::size_t bytes) noexcept {
-  if (root == nullptr || root->most_free < bytes) return nullptr;
-  if (block* const found = first_with(root->left, bytes)) return found;
-  if (root->run_free >= bytes) return root;
-  if (block* const found = first_with(root->right, bytes)) return found;
+block** free_index::first_with(block** root, std::size_t bytes) noexcept {
   const auto bound = [](const block* of) { return of != nullptr ? of->most_free : 0; };
-  root->most_free = std::max({root->run_free, bound(root->left), bound(root->right)});
+  block** link = root;
+  while (bound(*link) >= bytes) {
+    block* const here = *link;
+    if (bound(here->left) >= bytes) {
+      link = &here->left;
+    } else if (here->run_free >= bytes) {
+      return link;
+    } else if (bound(here->right) >= bytes) {
+      link = &here->right;
+    } else {
+      here->most_free = std::max({here->run_free, bound(here->left), bound(here->right)});
+      link = root;
+    }
+  }
   return nullptr;
 }
 
@@ -86,11 +86,25 @@ block* free_index::best_fit(std::size_t bytes) noexcept {
   block* const last = last_ != nullptr && last_->run_free >= bytes ? last_ : nullptr;
   const std::size_t end = last != nullptr ? bin_of(last->run_bytes) + 1 : bins;
   for (std::size_t bin = next_used(bin_of(bytes)); bin < end; bin = next_used(bin + 1)) {
-    if (block* const found = first_with(roots_[bin], bytes)) {
-      return last != nullptr && less(last, found) ? last : found;
-    }
+    found_ = first_with(&roots_[bin], bytes);
+    if (found_ != nullptr) return last != nullptr && less(last, *found_) ? last : *found_;
   }
   return last;
+}
+
+bool free_index::sound() const noexcept {
+  const auto sound_below = [](const auto& self, const block* root) -> bool {
+    if (root == nullptr) return true;
+    for (const block* child : {root->left, root->right}) {
+      if (child == nullptr) continue;
+      if (less(child, root) != (child == root->left)) return false;
+      if (child->most_free > root->most_free || priority(child) > priority(root)) return false;
+      if (!self(self, child)) return false;
+    }
+    return root->run_free <= root->most_free;
+  };
+  return std::all_of(roots_.begin(), roots_.end(),
+                     [&](const block* root) { return sound_below(sound_below, root); });
 }
 
 }  // namespace evmm

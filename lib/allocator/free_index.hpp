@@ -37,10 +37,12 @@ class free_index {
       uproot(gone);
     }
   }
-  /// The smallest run with a free block of at least `bytes`, the lowest of that size; null when
-  /// there is none.
+  /// The smallest run with a free block of at least `bytes`, which is not 0, the lowest of that
+  /// size; null when there is none.
   block* best_fit(std::size_t bytes) noexcept;
   std::size_t count() const noexcept { return count_; }
+  /// Whether the trees are in order and no bound is too low: for tests.
+  bool sound() const noexcept;
   /// Calls `visit(block*)` for each run of at least `bytes`, the smallest first, until it returns
   /// true.
   template <class Visit>
@@ -63,16 +65,19 @@ class free_index {
     const auto power = static_cast<std::size_t>(std::bit_width(bytes | 8) - 1);
     return power * 8 + ((bytes >> (power - 3)) & 7);
   }
+  /// Without a branch, as most of what follows: which way a search goes cannot be foretold.
   static bool less(const block* a, const block* b) noexcept {
-    return a->run_bytes != b->run_bytes ? a->run_bytes < b->run_bytes : a->at < b->at;
+    return bool(unsigned(a->run_bytes < b->run_bytes) |
+                (unsigned(a->run_bytes == b->run_bytes) & unsigned(a->at < b->at)));
   }
   static std::uint64_t priority(const block* of) noexcept {
     return (of->at >> 9) * 0x9e3779b97f4a7c15u;
   }
   void plant(block* added) noexcept;
   void uproot(block* gone) noexcept;
-  /// The first below `root` with a free block of `bytes`. Tightens bounds that had it look in vain.
-  static block* first_with(block* root, std::size_t bytes) noexcept;
+  /// Where the first run below `root` with a free block of `bytes`, more than none, hangs; null
+  /// when there is none. Tightens bounds that had it look in vain.
+  static block** first_with(block** root, std::size_t bytes) noexcept;
   /// The next bin in use from `first` on; bins when there is none.
   std::size_t next_used(std::size_t first) const noexcept;
   template <class Visit>
@@ -85,6 +90,8 @@ class free_index {
   std::array<block*, bins> roots_{};
   std::array<std::uint64_t, bins / 64> used_{};
   block* last_ = nullptr;  ///< in no tree
+  /// Where the best fit hung, until a tree changes: it is erased next, as a rule.
+  block** found_ = nullptr;
   std::size_t count_ = 0;
 };
 

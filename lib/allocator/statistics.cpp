@@ -429,6 +429,7 @@ void caching_allocator::check_invariants() const {
     }
     require(free_bytes == one->free_bytes(), "free blocks have other bytes");
     require(runs == one->runs().count(), "the index of runs has another count");
+    require(one->runs().sound(), "the index of runs is out of order");
     require(recent == one->recent_count(), "the lists of recent blocks have another count");
     require(static_cast<std::int64_t>(live) == one->allocated_count() &&
                 live_bytes == one->allocated_bytes(),
