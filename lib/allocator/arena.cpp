@@ -84,9 +84,24 @@ void arena::join(block* first, block* next) noexcept {
 
 // --- runs of free blocks and holes -------------------------------------------------------------
 
-void arena::insert_run(block* first, std::size_t bytes) noexcept {
+std::size_t arena::largest_free(const block* run) noexcept {
+  std::size_t largest = 0;
+  for (const block* part = run; part != nullptr && part->vacant(); part = part->after) {
+    if (part->use == block_use::free) largest = std::max(largest, part->bytes);
+  }
+  return largest;
+}
+
+void arena::insert_run(block* first, std::size_t bytes, std::size_t largest) noexcept {
   first->run_bytes = bytes;
+  first->run_free = largest;
   runs_.insert(first);
+}
+
+void arena::memory_changed(block* part) noexcept {
+  block* const first = first_of_run(part);
+  runs_.erase(first);
+  insert_run(first, first->run_bytes, largest_free(first));
 }
 
 block* arena::join_alike(block* one) noexcept {
@@ -100,19 +115,23 @@ block* arena::join_alike(block* one) noexcept {
 void arena::vacate(block* freed, block_use as) noexcept {
   block* first = freed;
   std::size_t bytes = freed->bytes;
+  std::size_t largest = 0;
   if (block* const next = freed->after; next != nullptr && next->vacant()) {
     runs_.erase(next);
     bytes += next->run_bytes;
+    largest = next->run_free;
   }
   if (freed->before != nullptr && freed->before->vacant()) {
     first = first_of_run(freed->before);
     runs_.erase(first);
     bytes += first->run_bytes;
+    largest = std::max(largest, first->run_free);
   }
   if (as == block_use::free) free_bytes_ += freed->bytes;
   freed->use = as;
-  join_alike(freed);
-  insert_run(first, bytes);
+  const block* const whole = join_alike(freed);
+  if (as == block_use::free) largest = std::max(largest, whole->bytes);
+  insert_run(first, bytes, largest);
 }
 
 block* arena::occupy(block* free, address at, std::size_t bytes, block_use as) noexcept {
@@ -122,8 +141,8 @@ block* arena::occupy(block* free, address at, std::size_t bytes, block_use as) n
   block* const taken = part_of(free, at, bytes);
   taken->use = as;
   free_bytes_ -= bytes;
-  if (taken != first) insert_run(first, at - first->at);
-  if (at + bytes < end) insert_run(taken->after, end - at - bytes);
+  if (taken != first) insert_run(first, at - first->at, largest_free(first));
+  if (at + bytes < end) insert_run(taken->after, end - at - bytes, largest_free(taken->after));
   return taken;
 }
 
@@ -152,19 +171,14 @@ void arena::merge_recent() noexcept {
 
 block* arena::take_free(std::size_t bytes, bool whole) {
   reserve(1);
-  block* found = nullptr;
-  const auto look = [&] {
-    runs_.visit_until(bytes, [&](block* run) {
-      found = free_in(run, bytes);
-      return found != nullptr;
-    });
-  };
-  if (kind_ == size_class::small) look();
+  block* found = kind_ == size_class::small ? runs_.best_fit(bytes) : nullptr;
   if (found == nullptr) {
     merge_recent();
-    look();
+    found = runs_.best_fit(bytes);
   }
-  if (found == nullptr || found->bytes > rules_.largest_fit(bytes, found->in->expandable())) {
+  if (found == nullptr) return nullptr;
+  while (found->use != block_use::free || found->bytes < bytes) found = found->after;
+  if (found->bytes > rules_.largest_fit(bytes, found->in->expandable())) {
     return nullptr;
   }
   if (whole || !rules_.splits(kind_, found->bytes, bytes, found->in->expandable())) {
@@ -229,14 +243,14 @@ void arena::back(block* hole, address at, std::size_t bytes) noexcept {
   filled->use = block_use::free;
   filled->freed_at = now();
   free_bytes_ += bytes;
-  join_alike(filled);
+  memory_changed(join_alike(filled));
 }
 
 void arena::strip(block* free, address at, std::size_t bytes) noexcept {
   block* const empty = part_of(free, at, bytes);
   empty->use = block_use::hole;
   free_bytes_ -= bytes;
-  join_alike(empty);
+  memory_changed(join_alike(empty));
 }
 
 }  // namespace evmm

@@ -123,13 +123,6 @@ class alignas(128) arena {
   void vacate(block* freed, block_use as) noexcept;
 
   const free_index& runs() const noexcept { return runs_; }
-  /// The first free block of at least `bytes` in a run; null when there is none.
-  static block* free_in(block* run, std::size_t bytes) noexcept {
-    for (block* part = run; part != nullptr && part->vacant(); part = part->after) {
-      if (part->use == block_use::free && part->bytes >= bytes) return part;
-    }
-    return nullptr;
-  }
   /// Calls `visit(block*)` for each free block of at least `bytes`, in no useful order.
   template <class Visit>
   void for_each_free(std::size_t bytes, Visit&& visit) const {
@@ -184,7 +177,11 @@ class alignas(128) arena {
     while (part->before != nullptr && part->before->vacant()) part = part->before;
     return part;
   }
-  void insert_run(block* first, std::size_t bytes) noexcept;
+  /// Bytes of the largest free block of a run.
+  static std::size_t largest_free(const block* run) noexcept;
+  void insert_run(block* first, std::size_t bytes, std::size_t largest) noexcept;
+  /// Memory has come or gone in the run that `part` lies in.
+  void memory_changed(block* part) noexcept;
 
   std::size_t recent_count_ = 0;
   std::size_t most_recent_;

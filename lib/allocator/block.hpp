@@ -31,8 +31,8 @@ enum class block_use : std::uint8_t {
 /// it without gaps.
 ///
 /// Records are reused and never given back while their arena lives, so that a stale pointer to
-/// one can be read, and found out, under the arena's lock. What the hot path touches fills one
-/// cache line.
+/// one can be read, and found out, under the arena's lock. The first cache line has what the hot
+/// path touches, and what a search among runs does.
 struct alignas(64) block {
   address at = 0;
   std::size_t bytes = 0;
@@ -42,11 +42,13 @@ struct alignas(64) block {
   };
   block* left = nullptr;  ///< in the tree of runs; the list of recent blocks
   block* right = nullptr;
-  block* before = nullptr;  ///< neighbours in the segment
-  block* after = nullptr;
+  std::size_t run_free = 0;   ///< first of a run: bytes of its largest free block
+  std::size_t most_free = 0;  ///< in the tree of runs: none below here has a larger one
   block_use use = block_use::none;
   std::uint32_t freed_at = 0;  ///< the allocator's clock when it was last freed
 
+  block* before = nullptr;  ///< neighbours in the segment
+  block* after = nullptr;
   arena* owner = nullptr;
   segment_record* in = nullptr;
   std::uint32_t pending_events = 0;

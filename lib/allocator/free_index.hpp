@@ -7,29 +7,55 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 namespace [[gnu::visibility("default")]] evmm {
 
-/// Runs of free addresses by size: best fit, lowest address first among equals. The first block of
-/// a run stands for it.
+/// Runs of free addresses by size, the lowest address first among equals. The first block of a run
+/// stands for it.
 ///
 /// Sizes fall into eight bins for each power of two. A bitmap finds the next bin in use; within a
 /// bin the runs form a treap whose priorities are hashes of the addresses, so that neither many
-/// runs of one size nor an adversary's order makes it deep. Links lie in the blocks.
+/// runs of one size nor an adversary's order makes it deep. Each knows a bound of the free blocks
+/// below it, so that runs without enough memory are passed over together. Links lie in the blocks.
+///
+/// The run that came last stays out of its tree: programs go on where they were, so it is often the
+/// next to be cut or to grow.
 class free_index {
  public:
-  void insert(block* added) noexcept;
-  void erase(block* gone) noexcept;
-  /// The smallest run of at least `bytes`, the lowest of that size; null when there is none.
-  block* best_fit(std::size_t bytes) const noexcept;
+  /// `run_bytes` and `run_free` are set, and stay until it is erased.
+  void insert(block* added) noexcept {
+    if (last_ != nullptr) plant(last_);
+    last_ = added;
+    ++count_;
+  }
+  void erase(block* gone) noexcept {
+    --count_;
+    if (gone == last_) {
+      last_ = nullptr;
+    } else {
+      uproot(gone);
+    }
+  }
+  /// The smallest run with a free block of at least `bytes`, which is not 0, the lowest of that
+  /// size; null when there is none.
+  block* best_fit(std::size_t bytes) noexcept;
   std::size_t count() const noexcept { return count_; }
-  /// Calls `visit(block*)` for each run of at least `bytes`, the best fit first, until it returns
+  /// Whether the trees are in order and no bound is too low: for tests.
+  bool sound() const noexcept;
+  /// Calls `visit(block*)` for each run of at least `bytes`, the smallest first, until it returns
   /// true.
   template <class Visit>
   void visit_until(std::size_t bytes, Visit&& visit) const {
+    block* apart = last_ != nullptr && last_->run_bytes >= bytes ? last_ : nullptr;
+    const auto in_order = [&](block* run) {
+      if (apart != nullptr && less(apart, run) && visit(std::exchange(apart, nullptr))) return true;
+      return visit(run);
+    };
     for (std::size_t bin = next_used(bin_of(bytes)); bin < bins; bin = next_used(bin + 1)) {
-      if (walk(roots_[bin], bytes, visit)) return;
+      if (walk(roots_[bin], bytes, in_order)) return;
     }
+    if (apart != nullptr) visit(apart);
   }
 
  private:
@@ -39,16 +65,23 @@ class free_index {
     const auto power = static_cast<std::size_t>(std::bit_width(bytes | 8) - 1);
     return power * 8 + ((bytes >> (power - 3)) & 7);
   }
+  /// Without a branch, as most of what follows: which way a search goes cannot be foretold.
   static bool less(const block* a, const block* b) noexcept {
-    return a->run_bytes != b->run_bytes ? a->run_bytes < b->run_bytes : a->at < b->at;
+    return bool(unsigned(a->run_bytes < b->run_bytes) |
+                (unsigned(a->run_bytes == b->run_bytes) & unsigned(a->at < b->at)));
   }
   static std::uint64_t priority(const block* of) noexcept {
     return (of->at >> 9) * 0x9e3779b97f4a7c15u;
   }
+  void plant(block* added) noexcept;
+  void uproot(block* gone) noexcept;
+  /// Where the first run below `root` with a free block of `bytes`, more than none, hangs; null
+  /// when there is none. Tightens bounds that had it look in vain.
+  static block** first_with(block** root, std::size_t bytes) noexcept;
   /// The next bin in use from `first` on; bins when there is none.
   std::size_t next_used(std::size_t first) const noexcept;
   template <class Visit>
-  static bool walk(block* root, std::size_t bytes, Visit& visit) {
+  static bool walk(block* root, std::size_t bytes, const Visit& visit) {
     if (root == nullptr) return false;
     if (root->run_bytes < bytes) return walk(root->right, bytes, visit);
     return walk(root->left, bytes, visit) || visit(root) || walk(root->right, bytes, visit);
@@ -56,6 +89,9 @@ class free_index {
 
   std::array<block*, bins> roots_{};
   std::array<std::uint64_t, bins / 64> used_{};
+  block* last_ = nullptr;  ///< in no tree
+  /// Where the best fit hung, until a tree changes: it is erased next, as a rule.
+  block** found_ = nullptr;
   std::size_t count_ = 0;
 };
 

@@ -410,10 +410,13 @@ void caching_allocator::check_invariants() const {
         if (b->vacant() && (last == nullptr || !last->vacant())) {
           ++runs;
           std::size_t run_bytes = 0;
+          std::size_t run_free = 0;
           for (const block* part = b; part != nullptr && part->vacant(); part = part->after) {
             run_bytes += part->bytes;
+            if (part->use == block_use::free) run_free = std::max(run_free, part->bytes);
           }
           require(run_bytes == b->run_bytes, "a run of free addresses has another size");
+          require(run_free == b->run_free, "the largest free block of a run has another size");
         }
         recent += b->use == block_use::recent;
         if (b->live()) {
@@ -426,6 +429,7 @@ void caching_allocator::check_invariants() const {
     }
     require(free_bytes == one->free_bytes(), "free blocks have other bytes");
     require(runs == one->runs().count(), "the index of runs has another count");
+    require(one->runs().sound(), "the index of runs is out of order");
     require(recent == one->recent_count(), "the lists of recent blocks have another count");
     require(static_cast<std::int64_t>(live) == one->allocated_count() &&
                 live_bytes == one->allocated_bytes(),
