@@ -47,6 +47,7 @@ void heap_blocks::insert_free(std::size_t from, std::size_t to) {
     made.at = from;
     made.bytes = end - from;
     made.run_bytes = made.bytes;
+    made.run_free = made.bytes;
     made.use = block_use::free;
     free_[here].insert(&made);
     free_bytes_ += made.bytes;
