@@ -8,7 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
-// One step each way; host_low_latency.cpp says the same in fewer words.
+// One step each way; host_low_latency_steps.cpp says the same in fewer words.
 
 namespace evmm::ep {
 

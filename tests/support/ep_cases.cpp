@@ -342,7 +342,7 @@ void run_random_exchanges(const rank_context& at, std::size_t count, std::uint64
 
 const std::vector<symmetric_case>& ep_cases() {
 #define EVMM_CASE(name) \
-  { #name, &name }
+  { #name, &(name) }
   static const std::vector<symmetric_case> all = {
       EVMM_CASE(rows_arrive_and_are_combined),
       EVMM_CASE(fp8_rows_bring_their_scales),

@@ -28,12 +28,11 @@ namespace {
 using low_latency = ep::low_latency_exchange;
 
 /// One rank's side, for scripts whose options a low-latency exchange has too.
-class low_latency_rank {
+class low_latency_rank final : public ep_tensors {
  public:
   low_latency_rank(const rank_context& at, const ep::exchange_options& options,
                    std::chrono::milliseconds timeout = std::chrono::seconds(30))
-      : at_(at),
-        heap_(at.make({.reserve = 2_GiB, .max_segments = 64}), {.growth_step = 16_MiB}),
+      : ep_tensors(at, options, 2_GiB, 16_MiB),
         exchange_(heap_, {.experts = options.experts,
                           .top_k = options.top_k,
                           .hidden = options.hidden,
@@ -42,38 +41,13 @@ class low_latency_rank {
                           .arranged = options.arranged,
                           .max_tokens = options.max_tokens,
                           .sms = options.sms,
-                          .timeout = timeout}),
-        stream_(at.on->create_stream(at.device)) {
-    const std::size_t most = options.max_tokens;
-    const auto top_k = static_cast<std::size_t>(options.top_k);
-    x_ = {heap_, most * options.hidden * 2};
-    scales_ = {heap_, most * options.hidden / 128};
-    ids_ = {heap_, most * top_k};
-    weights_ = {heap_, most * top_k};
-    for (auto& out : out_) out = {heap_, most * options.hidden};
+                          .timeout = timeout}) {
+    for (auto& out : out_) out = {heap_, options.max_tokens * options.hidden};
   }
-  ~low_latency_rank() {
-    at_.on->synchronize(stream_);
-    at_.on->destroy_stream(stream_);
-  }
+  ~low_latency_rank() override { at_.on->synchronize(stream_); }
 
-  int me() const { return at_.ranks->rank().value; }
-  native_stream stream() const { return stream_; }
   low_latency& exchange() { return exchange_; }
   std::uint16_t* out(int which) const { return out_[which].local(); }
-
-  ep::tokens upload(const ep_script& script) {
-    const bool with_scales = script.scaled() && !script.options.quantize;
-    put(x_.local(), script.given(me()));
-    if (with_scales) put(scales_.local(), script.scales(me()));
-    put(ids_.local(), script.ids(me()));
-    put(weights_.local(), script.weights(me()));
-    return {.x = x_.local(),
-            .scales = with_scales ? scales_.local() : nullptr,
-            .topk_ids = ids_.local(),
-            .topk_weights = weights_.local(),
-            .count = script.counts[static_cast<std::size_t>(me())]};
-  }
 
   /// Where each received row lies, in the order of rows_received().
   std::vector<std::size_t> places(const ep_script& script) const {
@@ -181,31 +155,8 @@ class low_latency_rank {
     EXPECT_EQ(exchange_.dead_ranks(), 0u);
   }
 
-  template <class T>
-  std::vector<T> get(const T* from, std::size_t count) {
-    std::vector<T> all(count);
-    if (count == 0) return all;
-    at_.on->copy(reinterpret_cast<address>(all.data()), reinterpret_cast<address>(from),
-                 count * sizeof(T), stream_);
-    at_.on->synchronize(stream_);
-    return all;
-  }
-  template <class T, class U>
-  void put(T* to, const std::vector<U>& all) {
-    if (all.empty()) return;
-    at_.on->copy(reinterpret_cast<address>(to), reinterpret_cast<address>(all.data()),
-                 all.size() * sizeof(U), stream_);
-    at_.on->synchronize(stream_);
-  }
-
  private:
-  const rank_context& at_;
-  symmetric_heap heap_;
   low_latency exchange_;
-  native_stream stream_;
-  symmetric_buffer<std::byte> x_;
-  symmetric_buffer<float> scales_, weights_;
-  symmetric_buffer<std::int64_t> ids_;
   symmetric_buffer<std::uint16_t> out_[2];
 };
 
@@ -424,7 +375,7 @@ void run_random_low_latency(const rank_context& at, std::size_t count, std::uint
 
 const std::vector<symmetric_case>& low_latency_cases() {
 #define EVMM_CASE(name) \
-  { #name, &name }
+  { #name, &(name) }
   static const std::vector<symmetric_case> all = {
       EVMM_CASE(low_latency_rows_arrive_and_are_combined),
       EVMM_CASE(two_low_latency_dispatches_are_under_way),

@@ -34,18 +34,11 @@ ep_script script_for(const rank_context& at, ep::exchange_options options) {
 }
 
 ep_rank::ep_rank(const rank_context& at, const ep::exchange_options& options)
-    : at_(at),
-      heap_(at.make({.reserve = 1_GiB, .max_segments = 64}), {.growth_step = 2_MiB}),
+    : ep_tensors(at, options, 1_GiB, 2_MiB),
       exchange_(make_exchange(options)),
-      plan_(exchange_.make_plan()),
-      stream_(at.on->create_stream(at.device)) {
+      plan_(exchange_.make_plan()) {
   const std::size_t most = options.max_tokens;
-  const auto top_k = static_cast<std::size_t>(options.top_k);
-  x_ = {heap_, most * options.hidden * 2};
-  scales_ = {heap_, most * options.hidden / 128};
-  ids_ = {heap_, most * top_k};
-  weights_ = {heap_, most * top_k};
-  weight_gradients_ = {heap_, most * top_k};
+  weight_gradients_ = {heap_, most * static_cast<std::size_t>(options.top_k)};
   out_ = {heap_, most * options.hidden};
   bias_ = {heap_, most * options.hidden};
   outputs_ = {heap_, combine_elements()};
@@ -63,26 +56,12 @@ ep_rank::~ep_rank() {
     EXPECT_NO_THROW(across_->close());
   }
   at_.on->synchronize(stream_);
-  at_.on->destroy_stream(stream_);
 }
 
 std::size_t ep_rank::combine_elements() const {
   const bool by_expert = exchange_.options().arranged == ep::layout::by_expert;
   return (by_expert ? exchange_.expert_capacity() : exchange_.capacity()) *
          exchange_.options().hidden;
-}
-
-ep::tokens ep_rank::upload(const ep_script& script) {
-  const bool with_scales = script.scaled() && !script.options.quantize;
-  put(x_.local(), script.given(me()));
-  if (with_scales) put(scales_.local(), script.scales(me()));
-  put(ids_.local(), script.ids(me()));
-  put(weights_.local(), script.weights(me()));
-  return {.x = x_.local(),
-          .scales = with_scales ? scales_.local() : nullptr,
-          .topk_ids = ids_.local(),
-          .topk_weights = weights_.local(),
-          .count = script.counts[static_cast<std::size_t>(me())]};
 }
 
 ep::tokens ep_rank::upload_gradients(const ep_script& script, const ep_script& routing) {
