@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/ep/common_options.hpp"
 #include "comm/ep/exchange_state.hpp"
+#include "lib/support/patience.hpp"
 
 #include <evmm/ep/exchange.hpp>
 #include <evmm/error.hpp>
@@ -10,7 +11,6 @@
 #include <algorithm>
 #include <cmath>
 #include <string>
-#include <thread>
 #include <utility>
 
 namespace evmm::ep {
@@ -206,14 +206,13 @@ void exchange::dispatch_backward(const plan& by, void* x, const std::int64_t* to
 row_counts exchange::counts() {
   state& s = *state_;
   const auto end = std::chrono::steady_clock::now() + s.options.timeout + s.options.timeout;
-  while (read_signal(s.totals.ticket_on_host) < s.ticket) {
+  for (patience wait; read_signal(s.totals.ticket_on_host) < s.ticket; wait.spend()) {
     if (std::chrono::steady_clock::now() > end) {
       check();
       throw timed_out(fmt::format("the counts of dispatch {} did not come within {} ms", s.ticket,
                                   2 * s.options.timeout.count()),
                       "is the stream waiting for something else?");
     }
-    std::this_thread::yield();
   }
   const std::int32_t* word = s.totals.on_host;
   row_counts all{.rows = static_cast<std::size_t>(*word++),

@@ -1,14 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include "lib/support/pause.hpp"
+
 #include <atomic>
+#include <chrono>
 #include <thread>
 
 namespace [[gnu::visibility("default")]] evmm {
 
-/// A lock for the few nanoseconds in which an arena's books are changed. It spins, and gives way
-/// to other threads when that does not help: a driver is called under it only to record and ask
-/// events of blocks that other streams used, and where memory has run out.
+/// A lock for the few nanoseconds in which an arena's books are changed: a driver is called under
+/// it only to record and ask events of blocks that other streams used, and where memory has run
+/// out. It spins, and sleeps when that does not help, since whoever holds it has lost its core then
+/// (it does not yield: `patience` says why).
 class spin_lock {
  public:
   void lock() noexcept {
@@ -24,20 +28,13 @@ class spin_lock {
     do {
       while (held_.load(std::memory_order_relaxed)) {
         if (spins < 512) {
-          for (unsigned i = 0; i < spins; ++i) pause();
+          for (unsigned i = 0; i < spins; ++i) pause_core();
           spins *= 2;
         } else {
-          std::this_thread::yield();
+          std::this_thread::sleep_for(std::chrono::microseconds(10));
         }
       }
     } while (held_.exchange(true, std::memory_order_acquire));
-  }
-  static void pause() noexcept {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
   }
 
   std::atomic<bool> held_ = false;

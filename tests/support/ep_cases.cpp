@@ -36,7 +36,7 @@ void rows_arrive_and_are_combined(const rank_context& at) {
   ep_rank mine(at, script.options);
   mine.run(script, false);
   // Other counts on every rank, none on the first.
-  for (std::size_t r = 0; r < script.counts.size(); ++r) script.counts[r] = r * 37;
+  for (std::size_t r = 0; r < script.counts.size(); ++r) script.counts[r] = r * 37 % 151;
   script.seed = 2;
   mine.run(script, true);
   std::fill(script.counts.begin(), script.counts.end(), 0);
@@ -96,7 +96,7 @@ void rows_lie_in_aligned_groups_by_expert(const rank_context& at) {
     script.masked = 4;
     ep_rank mine(at, script.options);
     mine.run(script, true);
-    for (std::size_t r = 0; r < script.counts.size(); ++r) script.counts[r] = r * 41;
+    for (std::size_t r = 0; r < script.counts.size(); ++r) script.counts[r] = r * 41 % 131;
     script.hot = 2;
     mine.run(script, false);
     std::fill(script.counts.begin(), script.counts.end(), 0);
@@ -193,7 +193,7 @@ void gradients_go_the_way_back(const rank_context& at) {
                                     .sms = 2});
       script.seed = 17;
       script.masked = 3;
-      for (std::size_t r = 0; r < script.counts.size(); ++r) script.counts[r] = 40 - r * 7;
+      for (std::size_t r = 0; r < script.counts.size(); ++r) script.counts[r] = 40 - r * 7 % 41;
       ep_rank mine(at, script.options);
       mine.run(script, false);
       mine.run_backward(script);
