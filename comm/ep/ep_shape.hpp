@@ -53,7 +53,7 @@ struct ep_shape {
   }
   /// The word of `source` at `of_rank`.
   EVMM_HOST_DEVICE std::uint64_t* flag(int of_rank, flag_kind kind, int source) const {
-    return at<std::uint64_t>(of_rank, flags) + static_cast<int>(kind) * ranks + source;
+    return at<std::uint64_t>(of_rank, flags) + static_cast<std::ptrdiff_t>(kind) * ranks + source;
   }
   /// What a flag has counted when all of the source has come to the end of a round.
   EVMM_HOST_DEVICE std::uint64_t goal(flag_kind kind, std::uint64_t round) const {
@@ -68,7 +68,7 @@ struct ep_shape {
   /// the receiver.
   EVMM_HOST_DEVICE int count_words() const { return ranks + local_experts; }
   EVMM_HOST_DEVICE std::int32_t* count_message(int of_rank, int source) const {
-    return at<std::int32_t>(of_rank, counts) + source * count_words();
+    return at<std::int32_t>(of_rank, counts) + static_cast<std::ptrdiff_t>(source) * count_words();
   }
 };
 
