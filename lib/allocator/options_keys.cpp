@@ -101,6 +101,9 @@ constexpr option_key k_keys[] = {
      [](const options& o) {
        return write_name(o.recycle, {"never", "ready", "wait"});
      }},
+    {"recycle_slack", "a number from 0 to 1",
+     [](options& o, const value& v) { o.recycle_slack = v.number(); },
+     [](const options& o) { return write_number(o.recycle_slack); }},
     {"min_handle_size_mb", k_megabytes,
      [](options& o, const value& v) { o.min_handle = v.size(1_MiB); },
      [](const options& o) { return write_size(o.min_handle, 1_MiB); }},

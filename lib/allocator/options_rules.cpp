@@ -160,6 +160,10 @@ fault segments_fault(const allocator_options& o) {
       return found;
     }
   }
+  if (!(o.recycle_slack >= 0 && o.recycle_slack <= 1)) {
+    return option_fault{"recycle_slack",
+                        fmt::format("is {}; it must be from 0 to 1", o.recycle_slack)};
+  }
   if (o.min_handle == 0) return option_fault{"min_handle_size_mb", "is 0; it must be above 0"};
   if (o.max_handle % o.min_handle != 0 || !std::has_single_bit(o.max_handle / o.min_handle)) {
     return option_fault{

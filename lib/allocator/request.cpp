@@ -13,9 +13,6 @@
 namespace evmm {
 
 namespace {
-/// This part of what was ever live may be held beyond it before handles move: with less, programs
-/// that grow move handles that they could have made; with more, that much is wasted.
-constexpr std::size_t slack_share = 50;
 constexpr std::size_t k_all = std::numeric_limits<std::size_t>::max();
 }
 
@@ -203,6 +200,8 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
     std::unique_lock<spin_lock>& held, std::unique_lock<std::recursive_mutex>& lock) {
   clock.fetch_add(1, std::memory_order_relaxed);
   const std::size_t most_live = std::max(live.peak, live.next);
+  const auto slack =
+      static_cast<std::size_t>(options.now().recycle_slack * static_cast<double>(most_live));
   const bool whole = from.pool().options.no_split;
   const auto try_free = [&]() -> block* {
     held = std::unique_lock(from.guard());
@@ -235,7 +234,7 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
   const std::vector<tier>& tiers = from.pool().options.tiers;
   for (const tier where : tiers) {
     supply_terms terms{.where = where,
-                       .make_up_to = most_live + most_live / slack_share,
+                       .make_up_to = most_live + slack,
                        .growing = live.next > live.peak,
                        .limit = where == tier::device ? limit() : k_all};
     if (where == tier::device && options.now().throw_on_device_oom) {

@@ -78,6 +78,15 @@ TEST_P(allocator_expandable_contract, without_recycling_memory_is_made) {
   free({live[0], live[1], large});
 }
 
+TEST_P(allocator_expandable_contract, within_the_slack_memory_is_made) {
+  make("recycle_slack:0.5");
+  const auto live = pinned_halves();
+  void* const large = allocator->allocate(32_MiB);
+  EXPECT_EQ(reserved(), 96 << 20) << "half more than the 64 MiB that were live at one time";
+  EXPECT_EQ(moved(), 0);
+  free({live[0], live[1], large});
+}
+
 TEST_P(allocator_expandable_contract, a_program_that_repeats_itself_stops_moving_handles) {
   make();
   std::int64_t before = 0;

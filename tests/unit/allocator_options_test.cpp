@@ -180,6 +180,9 @@ TEST(allocator_options, words) {
   EXPECT_EQ(parse_options("recycle_handles:ready").recycle, recycling::ready);
   EXPECT_EQ(parse_options("recycle_handles:wait").recycle, recycling::wait);
   EXPECT_THAT(refusal("recycle_handles:always"), HasSubstr("never, ready or wait"));
+  EXPECT_EQ(parse_options("recycle_slack:0").recycle_slack, 0);
+  EXPECT_EQ(parse_options("recycle_slack:0.1").recycle_slack, 0.1);
+  EXPECT_THAT(refusal("recycle_slack:1.1"), HasSubstr("a number from 0 to 1"));
   EXPECT_EQ(parse_options("cross_stream_reuse:event").reuse, cross_stream_reuse::by_event);
   EXPECT_EQ(parse_options("cross_stream_reuse:wait").reuse, cross_stream_reuse::by_wait);
   EXPECT_THAT(refusal("cross_stream_reuse:by_event"), HasSubstr("event or wait"));
@@ -430,6 +433,7 @@ class random_options {
       o.expandable_segments_reserve_by_class["class_" + std::to_string(below(10))] = reserve();
     }
     o.recycle = static_cast<recycling>(below(3));
+    if (coin()) o.recycle_slack = fraction();
     if (coin()) o.min_handle = (1 + below(64)) * 64_KiB;
     o.max_handle = o.min_handle << below(8);
     if (coin()) o.handle_fraction = 1 + static_cast<unsigned>(below(1000));

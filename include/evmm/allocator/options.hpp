@@ -93,6 +93,9 @@ struct allocator_options {
   reservation expandable_segments_reserve = {};
   std::map<std::string, reservation> expandable_segments_reserve_by_class = {};
   recycling recycle = recycling::ready;
+  /// How much more than what was ever live at one time may be held before handles are moved instead
+  /// of made: [0, 1] of it. More is faster where sizes are random, and holds more.
+  double recycle_slack = 0.02;
   std::size_t min_handle = std::size_t{2} << 20;   ///< rounded up to the granularity
   std::size_t max_handle = std::size_t{64} << 20;  ///< a power of two times min_handle
   /// A new handle is at most 1/handle_fraction of what the allocator holds.
@@ -114,14 +117,13 @@ struct allocator_options {
 
 /// Reads PyTorch's grammar, `key:value,key:value` with lists as `[a:b,...]`; white space is
 /// ignored, booleans are `True` and `False`. Knows every key of PYTORCH_ALLOC_CONF, and beyond:
-/// `recycle_handles` (never, ready, wait), `cross_stream_reuse` (event, wait),
+/// `recycle_handles` (never, ready, wait), `recycle_slack`, `cross_stream_reuse` (event, wait),
 /// `min_handle_size_mb`, `max_handle_size_mb`, `handle_fraction`, `min_block_size`,
 /// `small_limit_kb`, `small_segment_size_mb`, `min_large_size_mb`, `share` (none, fd, fabric),
 /// `peers` (`[1,2]`), `host_placement` and `pinned_placement` (`nearest`, `interleave`, or a list
-/// as
-/// `[bind,0]`), and `backend:none`. Sizes may carry a unit of their own (`512K`, `40G`). Keys that
-/// the string does not name keep what `base` has. Throws invalid_argument that names the position
-/// (1 is the first character), the key or value, what is allowed, and the nearest key.
+/// as `[bind,0]`), and `backend:none`. Sizes may carry a unit of their own (`512K`, `40G`). Keys
+/// that the string does not name keep what `base` has. Throws invalid_argument that names the
+/// position (1 is the first character), the key or value, what is allowed, and the nearest key.
 allocator_options parse_options(std::string_view text, const allocator_options& base = {});
 
 /// From EVMM_ALLOC_CONF, else PYTORCH_ALLOC_CONF, else PYTORCH_CUDA_ALLOC_CONF, else the defaults.
