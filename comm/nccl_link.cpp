@@ -2,6 +2,7 @@
 #include "comm/nccl_state.hpp"
 
 #include <evmm/comm/nccl_link.hpp>
+#include <evmm/comm/symmetric_region.hpp>
 #include <evmm/error.hpp>
 
 #include <utility>
@@ -9,6 +10,42 @@
 namespace evmm {
 
 namespace {
+
+/// By ncclSend and ncclRecv.
+class send_receive final : public node_exchange {
+ public:
+  send_receive(std::shared_ptr<nccl_communicator::state> over, symmetric_region& region)
+      : over_(std::move(over)), region_(region) {}
+
+  std::string way() const override { return "NCCL send and receive"; }
+  void exchange(std::span<const block> out, std::span<const block> in,
+                native_stream stream) override {
+    over_->check_usable();
+    const nccl_api& api = over_->api;
+    const device_scope current(*over_->on, over_->device);
+    // One group, so that sends and receives of all peers go side by side.
+    over_->collective_call("ncclSend and ncclRecv", [&] {
+      int failed = api.group_start();
+      const auto note = [&](int result) {
+        if (failed == nccl_success && result != nccl_in_progress) failed = result;
+      };
+      for (const block& part : in) {
+        note(api.receive(region_.local() + part.at, part.bytes, nccl_int8, part.peer.value,
+                         over_->comm, stream));
+      }
+      for (const block& part : out) {
+        note(api.send(region_.local() + part.at, part.bytes, nccl_int8, part.peer.value,
+                      over_->comm, stream));
+      }
+      const int ended = api.group_end();
+      return failed == nccl_success ? ended : failed;
+    });
+  }
+
+ private:
+  std::shared_ptr<nccl_communicator::state> over_;
+  symmetric_region& region_;
+};
 
 class nccl_link final : public node_link {
  public:
@@ -23,29 +60,8 @@ class nccl_link final : public node_link {
   transfer receive(std::span<std::byte> into) override { return messages_->receive(into); }
   bool done(transfer which) override { return messages_->done(which); }
 
-  bool exchanges() const noexcept override { return true; }
-  void exchange(std::span<const block> out, std::span<const block> in,
-                native_stream stream) override {
-    over_->check_usable();
-    const nccl_api& api = over_->api;
-    const device_scope current(*over_->on, over_->device);
-    // One group, so that sends and receives of all peers go side by side.
-    over_->collective_call("ncclSend and ncclRecv", [&] {
-      int failed = api.group_start();
-      const auto note = [&](int result) {
-        if (failed == nccl_success && result != nccl_in_progress) failed = result;
-      };
-      for (const block& part : in) {
-        note(api.receive(reinterpret_cast<void*>(part.at), part.bytes, nccl_int8, part.peer.value,
-                         over_->comm, stream));
-      }
-      for (const block& part : out) {
-        note(api.send(reinterpret_cast<const void*>(part.at), part.bytes, nccl_int8,
-                      part.peer.value, over_->comm, stream));
-      }
-      const int ended = api.group_end();
-      return failed == nccl_success ? ended : failed;
-    });
+  std::unique_ptr<node_exchange> make_exchange(symmetric_region& region) override {
+    return std::make_unique<send_receive>(over_, region);
   }
 
  private:
