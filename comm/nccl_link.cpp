@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "comm/nccl_gin.hpp"
 #include "comm/nccl_state.hpp"
+#include "lib/support/log.hpp"
 
 #include <evmm/comm/nccl_link.hpp>
-#include <evmm/comm/symmetric_region.hpp>
 #include <evmm/error.hpp>
 
 #include <utility>
@@ -17,7 +18,13 @@ class send_receive final : public node_exchange {
   send_receive(std::shared_ptr<nccl_communicator::state> over, symmetric_region& region)
       : over_(std::move(over)), region_(region) {}
 
-  std::string way() const override { return "NCCL send and receive"; }
+  /// What way() says beside.
+  void explain(std::string why_no_gin) { why_no_gin_ = std::move(why_no_gin); }
+
+  std::string way() const override {
+    const std::string name = "NCCL send and receive";
+    return why_no_gin_.empty() ? name : name + " (no GIN: " + why_no_gin_ + ")";
+  }
   void exchange(std::span<const block> out, std::span<const block> in,
                 native_stream stream) override {
     over_->check_usable();
@@ -45,12 +52,14 @@ class send_receive final : public node_exchange {
  private:
   std::shared_ptr<nccl_communicator::state> over_;
   symmetric_region& region_;
+  std::string why_no_gin_;
 };
 
 class nccl_link final : public node_link {
  public:
-  nccl_link(std::shared_ptr<nccl_communicator::state> over, std::shared_ptr<node_link> messages)
-      : over_(std::move(over)), messages_(std::move(messages)) {}
+  nccl_link(std::shared_ptr<nccl_communicator::state> over, std::shared_ptr<node_link> messages,
+            const nccl_link_options& options)
+      : over_(std::move(over)), messages_(std::move(messages)), options_(options) {}
 
   std::string name() const override { return "nccl and " + messages_->name(); }
   transfer send(rank_id to, std::span<const std::byte> message) override {
@@ -61,23 +70,54 @@ class nccl_link final : public node_link {
   bool done(transfer which) override { return messages_->done(which); }
 
   std::unique_ptr<node_exchange> make_exchange(symmetric_region& region) override {
-    return std::make_unique<send_receive>(over_, region);
+    auto plain = std::make_unique<send_receive>(over_, region);
+    // What is sure to fail is found before anything of it begins, so that no rank begins alone.
+    std::string why = agree_on_reason(*over_->ranks, why_no_gin(), "nccl_link: GIN?");
+    std::unique_ptr<put_port> port;
+    if (why.empty()) {
+      try {
+        port = make_gin_port(*over_, region);
+      } catch (const std::exception& failure) {  // the same on all ranks
+        if (over_->ranks->broken()) throw;
+        why = failure.what();
+      }
+    }
+    if (port != nullptr) {
+      return std::make_unique<put_exchange>(region, std::move(port), std::move(plain));
+    }
+    plain->explain(std::move(why));
+    log().info("rank {}: exchanges between nodes go by {}", over_->ranks->rank().value,
+               plain->way());
+    return plain;
   }
 
  private:
+  /// What this rank knows by itself.
+  std::string why_no_gin() const {
+    if (!options_.gin) return "nccl_link_options::gin is off";
+    try {
+      over_->check_usable();
+      return why_not_gin(*over_);
+    } catch (const std::exception& failure) {
+      return failure.what();
+    }
+  }
+
   std::shared_ptr<nccl_communicator::state> over_;
   std::shared_ptr<node_link> messages_;
+  nccl_link_options options_;
 };
 
 }  // namespace
 
 std::shared_ptr<node_link> make_nccl_link(const nccl_communicator& over,
-                                          std::shared_ptr<node_link> messages) {
+                                          std::shared_ptr<node_link> messages,
+                                          const nccl_link_options& options) {
   if (messages == nullptr) {
     throw invalid_argument("an NCCL link needs another one for its messages",
                            "bootstrap::make_link() gives the bootstrap's own");
   }
-  return std::make_shared<nccl_link>(over.shared(), std::move(messages));
+  return std::make_shared<nccl_link>(over.shared(), std::move(messages), options);
 }
 
 }  // namespace evmm

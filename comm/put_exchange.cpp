@@ -18,9 +18,13 @@ put_exchange::put_exchange(symmetric_region& region, std::unique_ptr<put_port> p
       otherwise_(std::move(otherwise)),
       port_(std::move(port)),
       plan_(ranks_.size()),
-      latest_(on_.create_event(region.device())) {}
+      latest_(on_.create_event(region.device())) {
+  follows_ =
+      region.observe({.before_change = [this](const region_change&) { on_.synchronize(latest_); }});
+}
 
 put_exchange::~put_exchange() {
+  follows_.reset();
   log_failure("destroying an event", [&] { on_.destroy_event(latest_); });
 }
 

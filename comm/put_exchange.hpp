@@ -36,7 +36,8 @@ class put_port {
 };
 
 /// An exchange by one-sided puts: each block goes straight to its place at the receiver. While the
-/// port is down, blocks go the other way.
+/// port is down, blocks go the other way. A change of the region waits for what is under way: the
+/// port may have to let go of the old memory.
 class put_exchange final : public node_exchange {
  public:
   /// Local. `otherwise` is another way over the same region.
@@ -58,10 +59,11 @@ class put_exchange final : public node_exchange {
   std::unique_ptr<put_port> port_;
   put_plan plan_;
   native_event latest_;  ///< exchanges on different streams come one after the other
+  observer_subscription follows_;
 };
 
-/// One reason for all: that of the lowest rank which has one, named; empty when none has.
-/// Collective.
+/// Collective: one reason for all, that of the lowest rank which has one, with its name; empty when
+/// none has.
 std::string agree_on_reason(bootstrap& ranks, const std::string& mine, std::string_view step);
 
 }  // namespace evmm

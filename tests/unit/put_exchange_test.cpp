@@ -29,7 +29,6 @@ namespace {
 
 using std::chrono::milliseconds;
 using testing::ElementsAre;
-using testing::HasSubstr;
 using testing::StartsWith;
 using block = node_exchange::block;
 using what = put_step::what;
