@@ -154,14 +154,14 @@ void symmetric_channel::state::move_blocks(std::span<const outgoing_block> out,
   const auto bytes_from = [&](rank_id rank) {
     return in[static_cast<std::size_t>(rank.value)].bytes;
   };
-  // A link that exchanges in stream order needs no words.
-  const bool exchanged = link != nullptr && link->exchanges();
+  // What exchanges in stream order needs no words.
+  const bool exchanged = far != nullptr;
   const auto by_words = [&](rank_id rank) {
     return path(rank) == channel_path::direct || (path(rank) == channel_path::link && !exchanged);
   };
-  std::vector<far_piece> far;
-  std::vector<node_link::block> far_out;
-  std::vector<node_link::block> far_in;
+  std::vector<far_piece> messages;
+  std::vector<node_exchange::block> far_out;
+  std::vector<node_exchange::block> far_in;
   announce(word::ready, round, stream,
            [&](rank_id from) { return bytes_from(from) > 0 && by_words(from); });
   for (int i = 1; i < size(); ++i) {
@@ -170,17 +170,17 @@ void symmetric_channel::state::move_blocks(std::span<const outgoing_block> out,
     const incoming_block& expected = in[static_cast<std::size_t>(to.value)];
     if (path(to) != channel_path::link) continue;
     if (exchanged) {
-      if (block.bytes > 0) far_out.push_back({to, own.data.base + block.from, block.bytes});
-      if (expected.bytes > 0) far_in.push_back({to, own.data.base + expected.at, expected.bytes});
+      if (block.bytes > 0) far_out.push_back({to, block.from, block.bytes, block.to});
+      if (expected.bytes > 0) far_in.push_back({to, expected.at, expected.bytes});
     } else if (block.bytes > 0) {
       wait_for_word(word::ready, round, to, name, stream);
-      far.push_back({to, own.data.base + block.from, block.bytes, block.to,
-                     signal_word{word_offset(word::data, me()), round}, true});
+      messages.push_back({to, own.data.base + block.from, block.bytes, block.to,
+                          signal_word{word_offset(word::data, me()), round}, true});
     }
   }
   // The messages to other nodes go out while the stream copies within this one.
   channel_engine::operation* const under_way =
-      far.empty() ? nullptr : &engine->begin_put(std::move(far), stream);
+      messages.empty() ? nullptr : &engine->begin_put(std::move(messages), stream);
   for (int i = 0; i < size(); ++i) {
     const rank_id to{(me().value + i) % size()};
     const outgoing_block& block = out[static_cast<std::size_t>(to.value)];
@@ -194,7 +194,7 @@ void symmetric_channel::state::move_blocks(std::span<const outgoing_block> out,
     }
   }
   if (under_way != nullptr) engine->end(*under_way, stream);
-  if (exchanged) link->exchange(far_out, far_in, stream);
+  if (exchanged) far->exchange(far_out, far_in, stream);
   for (int r = 0; r < size(); ++r) {
     if (bytes_from({r}) > 0 && by_words({r})) {
       wait_for_word(word::data, round, {r}, name, stream);

@@ -30,6 +30,8 @@ struct symmetric_channel::state {
 
   /// What every call that enqueues something checks first.
   void check_call(native_stream stream);
+  /// Throws why the channel is broken, if it is.
+  void check_running();
   void check_open() const;
   void check_rank(rank_id rank) const;
   void check_span(std::string_view what, std::size_t offset, std::size_t bytes) const;
@@ -69,6 +71,7 @@ struct symmetric_channel::state {
   bootstrap& ranks;
   bool check_counts = false;
   std::shared_ptr<node_link> link;
+  std::unique_ptr<node_exchange> far;  ///< null where messages carry the far part of all_to_all_v
   std::optional<symmetric_region> control;
   own_parts own;
   observer_subscription follows;

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "comm/nccl_gin.hpp"
 #include "comm/nccl_state.hpp"
 #include "lib/support/environment.hpp"
 #include "lib/support/nccl_version.hpp"
@@ -25,6 +26,8 @@ const char* to_string(nccl_ability ability) noexcept {
       return "windows with HOST_NUMA segments over the network";
     case nccl_ability::peer_pointers:
       return "peers' addresses from the host";
+    case nccl_ability::gin:
+      return "GIN for windows over both tiers";
   }
   return "ability";
 }
@@ -42,6 +45,8 @@ int nccl_version_with(nccl_ability ability) noexcept {
       return 23004;
     case nccl_ability::peer_pointers:
       return 22900;
+    case nccl_ability::gin:
+      return 23004;
   }
   return 0;
 }
@@ -64,6 +69,12 @@ std::string nccl_communicator::state::why_not(nccl_ability ability) const {
     case nccl_ability::peer_pointers:
       if (api.peer_pointer == nullptr) return lacks("ncclGetPeerDevicePointer");
       break;
+    case nccl_ability::gin:
+      if (api.query_properties == nullptr) return lacks("ncclCommQueryProperties");
+      if (api.device_comm_create == nullptr || api.device_comm_destroy == nullptr) {
+        return lacks("ncclDevCommCreate");
+      }
+      return why_not_gin_kernels(gin_kernels_version(), version);
     case nccl_ability::host_segments:
     case nccl_ability::host_segments_over_network:
       if (const auto off = environment("NCCL_ELASTIC_BUFFER_REGISTER"); off == "0") {

@@ -77,7 +77,10 @@ inline constexpr std::size_t nccl_window_alignment = 4096;
         int(ncclComm*, void*, std::size_t, ncclWindow_vidmem**, int))                             \
   entry(window_deregister, ncclCommWindowDeregister, int(ncclComm*, ncclWindow_vidmem*))          \
   entry(peer_pointer, ncclGetPeerDevicePointer,                                                   \
-        int(ncclWindow_vidmem*, std::size_t, int, void**))
+        int(ncclWindow_vidmem*, std::size_t, int, void**))                                        \
+  entry(query_properties, ncclCommQueryProperties, int(ncclComm*, void*))                         \
+  entry(device_comm_create, ncclDevCommCreate, int(ncclComm*, const void*, void*))                \
+  entry(device_comm_destroy, ncclDevCommDestroy, int(ncclComm*, const void*))
 // clang-format on
 
 /// libnccl's functions, found at run time.

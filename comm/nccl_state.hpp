@@ -82,9 +82,11 @@ struct nccl_communicator::state {
   std::string broken_by = {};
   std::size_t window_bytes = 0;
   std::size_t taken_bytes = 0;
-  std::size_t registered = 0;  ///< windows and buffers
+  std::size_t registered = 0;  ///< windows, buffers and device communicators
   /// Where NCCL writes windows, perhaps later than a step was given up.
   std::list<ncclWindow_vidmem*> slots;
+  /// What else it writes to.
+  std::list<std::shared_ptr<void>> kept;
 
  private:
   void find_window_bytes(std::size_t wanted);

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <evmm/comm/node_link.hpp>
-#include <evmm/error.hpp>
 
 namespace evmm {
 
-void node_link::exchange(std::span<const block>, std::span<const block>, native_stream) {
-  throw unsupported("the link '" + name() + "' has no exchange in stream order");
+std::unique_ptr<node_exchange> node_link::make_exchange(symmetric_region&) {
+  return nullptr;
 }
 
 }  // namespace evmm

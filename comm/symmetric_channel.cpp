@@ -83,7 +83,10 @@ symmetric_channel::state::state(symmetric_region& over, const channel_options& o
   } else if (link == nullptr) {
     link = ranks.make_link();
   }
-  if (link != nullptr) counts.link = link->name();
+  if (link != nullptr) {
+    counts.link = link->name();
+    far = link->make_exchange(region);
+  }
 
   const std::size_t words = channel_word_bytes(static_cast<std::size_t>(size()));
   control.emplace(borrowed(ranks), borrowed(on),
@@ -112,8 +115,9 @@ void symmetric_channel::state::close() {
   native_stream stream = nullptr;
   try {
     engine->drain();
+    if (far != nullptr) far->drain();
     stream = on.create_stream(region.device());
-    engine->check();
+    check_running();
     // Half of the time, so that a rank which finds a peer missing still meets the others.
     engine->set_patience(std::max(ranks.timeout() / 2, bootstrap::milliseconds(1)));
     barrier(stream);
@@ -134,6 +138,7 @@ void symmetric_channel::state::close() {
   }
   engine.reset();
   control.reset();
+  far.reset();
   link.reset();
   if (failure != nullptr) std::rethrow_exception(failure);
 }
@@ -144,9 +149,20 @@ void symmetric_channel::state::check_open() const {
   if (closed) throw invalid_argument("the symmetric channel was closed", "make a new one");
 }
 
+void symmetric_channel::state::check_running() {
+  engine->check();
+  if (far == nullptr) return;
+  try {
+    far->check();
+  } catch (...) {
+    engine->fail(describe_error(std::current_exception()));
+    throw;
+  }
+}
+
 void symmetric_channel::state::check_call(native_stream stream) {
   check_open();
-  engine->check();
+  check_running();
   engine->set_patience(ranks.timeout());
   if (on.capture(stream).status != capture_status::none) {
     throw unsupported("a channel's calls cannot be captured: what they signal counts upwards",
@@ -248,6 +264,7 @@ channel_path symmetric_channel::path_to(rank_id rank) const {
 }
 channel_statistics symmetric_channel::statistics() const {
   channel_statistics counts = state_->counts;
+  if (state_->far != nullptr) counts.exchange = state_->far->way();
   if (const courier* const mail = state_->engine ? state_->engine->mail() : nullptr) {
     counts.link_messages = mail->messages_sent();
     counts.link_messages_received = mail->messages_received();
@@ -283,12 +300,12 @@ void symmetric_channel::all_to_all_v(std::span<const outgoing_block> out,
 }
 void symmetric_channel::check() const {
   state_->check_open();
-  state_->engine->check();
+  state_->check_running();
 }
 void symmetric_channel::synchronize(native_stream stream) {
   state_->check_open();
   state_->on.synchronize(stream);
-  state_->engine->check();
+  state_->check_running();
 }
 
 }  // namespace evmm

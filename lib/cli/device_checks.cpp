@@ -168,7 +168,10 @@ finding judge_nccl(const library_versions& nccl, bool cuda) {
             .meaning = "before 2.30.3 a window covers one device segment and no host segment",
             .remedy = "use NCCL 2.30.3 or later for windows over both tiers"};
   }
-  return {.found = found};
+  if (code == nccl_version_code(nccl.compiled)) return {.found = found};
+  // Kernels that use NCCL's network (GIN) run with no other NCCL.
+  return {.found = fmt::format("{}, built with {}: between nodes by send and receive, not GIN",
+                               found, nccl.compiled.empty() ? "none" : nccl.compiled)};
 }
 
 finding check_gpu_driver(const machine& here) {

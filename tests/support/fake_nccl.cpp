@@ -85,6 +85,7 @@ struct ncclComm {
   bool first_collective = false;
   int to_register = 0;  ///< registrations until one fails
   std::vector<std::unique_ptr<ncclWindow_vidmem>> windows;
+  int device_communicators = 0;
 
   ~ncclComm() {
     if (work.joinable()) work.join();
@@ -235,7 +236,10 @@ void drop_window(const ncclWindow_vidmem& window) {
 int destroy(ncclComm* comm) {
   if (comm->work.joinable()) comm->work.join();
   for (const auto& window : comm->windows) drop_window(*window);
-  count([](auto& of) { --of.communicators; });
+  count([comm](auto& of) {
+    --of.communicators;
+    of.device_communicators -= comm->device_communicators;
+  });
   delete comm;
   return evmm::nccl_success;
 }
@@ -375,6 +379,26 @@ FAKE_API int ncclGetPeerDevicePointer(ncclWindow_vidmem* window, std::size_t off
   }
   *found = reinterpret_cast<void*>(window->flat + static_cast<std::size_t>(rank) * window->stride +
                                    (window->base - window->handles.front().at) + offset);
+  return evmm::nccl_success;
+}
+
+/// Of these the fake knows when they are made and gone; what they are is the callers' affair.
+FAKE_API int ncclCommQueryProperties(ncclComm*, void*) {
+  return evmm::nccl_success;
+}
+FAKE_API int ncclDevCommCreate(ncclComm* comm, const void*, void*) {
+  return run(comm, [comm] {
+    if (fails(comm, &fake_nccl_settings::fail_device)) return int{evmm::nccl_invalid_usage};
+    const int met = meet(comm);
+    if (met != evmm::nccl_success) return met;
+    ++comm->device_communicators;
+    count([](auto& of) { ++of.device_communicators; });
+    return int{evmm::nccl_success};
+  });
+}
+FAKE_API int ncclDevCommDestroy(ncclComm* comm, const void*) {
+  --comm->device_communicators;
+  count([](auto& of) { --of.device_communicators; });
   return evmm::nccl_success;
 }
 

@@ -25,6 +25,7 @@ struct fake_nccl_settings {
   fake_failure fail_register = fake_failure::none;
   int fail_deregister = 0;  ///< the next deregistration of that rank fails
   int fail_init = 0;        ///< its next communicator fails
+  int fail_device = 0;      ///< its next device communicator fails, and its peers wait for it
 };
 
 /// Of this process.
@@ -37,6 +38,7 @@ struct fake_nccl_counts {
   int registered_before_any = 0;  ///< windows registered before the communicator's first collective
   int remapped = 0;               ///< windows whose memory was replaced while they were live
   int allocations = 0;            ///< by ncclMemAlloc, and not freed
+  int device_communicators = 0;
 };
 
 }  // namespace evmm::test

@@ -48,6 +48,7 @@ class nccl_fixture {
     const fake_nccl_counts left = fake_nccl_count();
     EXPECT_EQ(left.communicators, 0);
     EXPECT_EQ(left.windows, 0);
+    EXPECT_EQ(left.device_communicators, 0);
     EXPECT_EQ(left.buffers, 0);
     EXPECT_EQ(left.window_bytes, 0u);
     EXPECT_EQ(left.remapped, before_.remapped) << "memory was replaced under a live window";

@@ -23,6 +23,7 @@ namespace {
 using namespace evmm::units;
 using testing::HasSubstr;
 using testing::IsEmpty;
+using testing::Not;
 
 TEST(cli_limits, open_files) {
   EXPECT_EQ(judge_open_files({65536, 65536}).level, status::ok);
@@ -152,6 +153,8 @@ TEST(cli_devices, nccl_versions) {
     return library_versions{std::move(compiled), std::move(found), "/lib/libnccl.so.2", ""};
   };
   EXPECT_EQ(judge_nccl(with("2.28.9", "2.30.7"), true).level, status::ok);
+  EXPECT_THAT(judge_nccl(with("2.28.9", "2.30.7"), true).found, HasSubstr("not GIN"));
+  EXPECT_THAT(judge_nccl(with("2.30.7", "2.30.7"), true).found, Not(HasSubstr("GIN")));
   EXPECT_THAT(judge_nccl(with("2.28.9", "2.28.9"), true).meaning, HasSubstr("host segment"));
   EXPECT_THAT(judge_nccl(with("2.30.7", "2.28.9"), true).meaning, HasSubstr("newer"));
   EXPECT_EQ(judge_nccl(with("2.30.7", ""), true).level, status::fail);

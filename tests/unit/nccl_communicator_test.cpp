@@ -49,7 +49,7 @@ TEST(nccl_communicator, every_ability_has_a_name_and_a_version) {
   for (const auto ability :
        {nccl_ability::user_buffers, nccl_ability::windows, nccl_ability::several_segments,
         nccl_ability::host_segments, nccl_ability::host_segments_over_network,
-        nccl_ability::peer_pointers}) {
+        nccl_ability::peer_pointers, nccl_ability::gin}) {
     EXPECT_STRNE(to_string(ability), "ability");
     EXPECT_GT(nccl_version_with(ability), 20000);
   }

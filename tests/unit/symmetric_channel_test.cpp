@@ -171,38 +171,56 @@ TEST(symmetric_channel, a_driver_that_fails_breaks_it_and_frees_the_stream) {
 class exchanging_link final : public thread_link {
  public:
   struct board {
-    explicit board(int ranks) : out(static_cast<std::size_t>(ranks)), meeting(ranks) {}
-    std::vector<std::vector<block>> out;
+    explicit board(int ranks)
+        : base(static_cast<std::size_t>(ranks)), out(base.size()), meeting(ranks) {}
+    std::vector<std::byte*> base;
+    std::vector<std::vector<node_exchange::block>> out;
     std::barrier<> meeting;
     std::atomic<int> exchanges = 0;
   };
-  exchanging_link(rank_id rank, std::shared_ptr<post_office> office, driver& on,
-                  std::shared_ptr<board> where)
-      : thread_link(rank, std::move(office)), rank_(rank), on_(on), board_(std::move(where)) {}
+  exchanging_link(rank_id rank, std::shared_ptr<post_office> office, std::shared_ptr<board> where)
+      : thread_link(rank, std::move(office)), board_(std::move(where)) {}
 
-  bool exchanges() const noexcept override { return true; }
-  void exchange(std::span<const block> out, std::span<const block> in,
-                native_stream stream) override {
-    on_.launch(stream, [this, mine = std::vector(out.begin(), out.end()),
-                        wanted = std::vector(in.begin(), in.end())] {
-      board_->out[static_cast<std::size_t>(rank_.value)] = mine;
-      board_->meeting.arrive_and_wait();
-      for (const block& into : wanted) {
-        for (const block& from : board_->out[static_cast<std::size_t>(into.peer.value)]) {
-          if (from.peer != rank_) continue;
-          EXPECT_EQ(from.bytes, into.bytes);
-          std::memcpy(reinterpret_cast<void*>(into.at), reinterpret_cast<const void*>(from.at),
-                      from.bytes);
-        }
-      }
-      board_->meeting.arrive_and_wait();
-      ++board_->exchanges;
-    });
+  std::unique_ptr<node_exchange> make_exchange(symmetric_region& region) override {
+    return std::make_unique<by_meeting>(region, board_);
   }
 
  private:
-  rank_id rank_;
-  driver& on_;
+  class by_meeting final : public node_exchange {
+   public:
+    by_meeting(symmetric_region& region, std::shared_ptr<board> where)
+        : me_(static_cast<std::size_t>(region.ranks().rank().value)),
+          on_(region.on()),
+          board_(std::move(where)) {
+      board_->base[me_] = region.local();
+    }
+    std::string way() const override { return "meetings"; }
+    void exchange(std::span<const block> out, std::span<const block> in,
+                  native_stream stream) override {
+      on_.launch(stream, [this, mine = std::vector(out.begin(), out.end()),
+                          wanted = std::vector(in.begin(), in.end())] {
+        board_->out[me_] = mine;
+        board_->meeting.arrive_and_wait();
+        for (const block& into : wanted) {
+          const auto peer = static_cast<std::size_t>(into.peer.value);
+          for (const block& from : board_->out[peer]) {
+            if (from.peer.value != static_cast<int>(me_)) continue;
+            EXPECT_EQ(from.bytes, into.bytes);
+            EXPECT_EQ(from.to, into.at);
+            std::memcpy(board_->base[me_] + into.at, board_->base[peer] + from.at, from.bytes);
+          }
+        }
+        board_->meeting.arrive_and_wait();
+        ++board_->exchanges;
+      });
+    }
+
+   private:
+    std::size_t me_;
+    driver& on_;
+    std::shared_ptr<board> board_;
+  };
+
   std::shared_ptr<board> board_;
 };
 
@@ -214,8 +232,8 @@ TEST(symmetric_channel, a_link_that_exchanges_takes_the_far_part_of_an_all_to_al
     auto region = at.make();
     region.grow(tier::device, at.granule());
     const rank_id me = at.ranks->rank();
-    symmetric_channel channel(
-        region, {.link = std::make_shared<exchanging_link>(me, office, *at.on, board)});
+    symmetric_channel channel(region,
+                              {.link = std::make_shared<exchanging_link>(me, office, board)});
     const native_stream stream = at.on->create_stream(at.device);
     write_pattern(*at.on, reinterpret_cast<address>(region.local()), 4096,
                   static_cast<std::uint64_t>(me.value));
@@ -234,6 +252,7 @@ TEST(symmetric_channel, a_link_that_exchanges_takes_the_far_part_of_an_all_to_al
     }
     EXPECT_EQ(channel.statistics().link_messages, 0u);
     EXPECT_EQ(channel.statistics().link_bytes, 2 * 4096u);
+    EXPECT_EQ(channel.statistics().exchange, "meetings");
     at.on->destroy_stream(stream);
     channel.close();
     region.close();

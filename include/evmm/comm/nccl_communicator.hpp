@@ -20,6 +20,7 @@ enum class nccl_ability : std::uint8_t {
   host_segments,     ///< HOST_NUMA memory in a window
   host_segments_over_network,  ///< and for peers that GIN reaches
   peer_pointers,               ///< the host can ask for a peer's address (ncclGetPeerDevicePointer)
+  gin,                         ///< evmm's kernels can put over the network, if there is one for it
 };
 /// "windows over several segments" and so on.
 const char* to_string(nccl_ability ability) noexcept;

@@ -8,15 +8,31 @@
 
 namespace [[gnu::visibility("default")]] evmm {
 
+/// How an NCCL link exchanges.
+struct nccl_link_options {
+  /// By GPU-initiated networking (GIN) where all ranks have it: a kernel puts each block where it
+  /// belongs in the receiver's window. It takes NCCL 2.30.4 or later, the very one that evmm was
+  /// built with, InfiniBand or RoCE with GPUDirect RDMA, and symmetric_options::rdma; not run on
+  /// such a network yet. Elsewhere, and without this, by ncclSend and ncclRecv. A rank that says no
+  /// says it for all.
+  bool gin = true;
+};
+
 /// A link between nodes whose exchanges (the far part of symmetric_channel::all_to_all_v) NCCL
-/// carries, by sends and receives in stream order: over the network that it finds, without a stop
-/// in host memory where that can reach the GPUs'. Everything else goes in messages over `messages`,
-/// as bootstrap::make_link makes it. The communicator may be destroyed before the link, which keeps
-/// what it needs; closed, exchanges are an invalid_argument.
+/// carries in stream order: over the network that it finds, without a stop in host memory where
+/// that can reach the GPUs'. Everything else goes in messages over `messages`, as
+/// bootstrap::make_link makes it. channel_statistics::exchange says which way a channel goes, and
+/// why not by GIN. The communicator may be destroyed before the link, which keeps what it needs;
+/// closed, exchanges by send and receive are an invalid_argument.
 ///
-/// Streams: an exchange whose peer is gone holds its stream until NCCL gives up, or the
-///   communicator is aborted: the channel's deadlines do not reach into NCCL's kernels.
+/// Addresses: for GIN the channel's region is in an nccl_window, on a communicator of its own of
+///   the same ranks. A change of the region waits for exchanges under way; while it leaves the
+///   window down, exchanges go by send and receive.
+/// Streams: a send or receive whose peer is gone holds its stream until NCCL gives up, or the
+///   communicator is aborted: the channel's deadlines do not reach into NCCL's kernels. Those of
+///   GIN give up after the bootstrap's timeout, and check() throws.
 std::shared_ptr<node_link> make_nccl_link(const nccl_communicator& over,
-                                          std::shared_ptr<node_link> messages);
+                                          std::shared_ptr<node_link> messages,
+                                          const nccl_link_options& options = {});
 
 }  // namespace evmm

@@ -5,22 +5,62 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
 
 namespace [[gnu::visibility("default")]] evmm {
 
+class symmetric_region;
+
+/// Blocks that the ranks of a region send and receive together in stream order: the far part of a
+/// channel's all_to_all_v, where a link has a better way than messages. One channel has it; the
+/// region and the link outlive it.
+///
+/// Addresses: offsets in the parts of the region.
+/// Threads: one at a time.
+/// Streams: exchange() returns at once; drain() waits.
+/// Errors: peer_error or timed_out naming the rank, at the call or by check().
+class node_exchange {
+ public:
+  /// Bytes to or from one rank.
+  struct block {
+    rank_id peer;
+    std::size_t at = 0;     ///< in this rank's part
+    std::size_t bytes = 0;  ///< above 0
+    std::size_t to = 0;     ///< in the peer's part, of what goes out: `at` of the block there
+  };
+
+  node_exchange() = default;
+  node_exchange(const node_exchange&) = delete;
+  node_exchange& operator=(const node_exchange&) = delete;
+  /// Local.
+  virtual ~node_exchange() = default;
+
+  /// Which way the bytes go now, and why not a better one: for statistics and the log.
+  virtual std::string way() const = 0;
+  /// Work of the stream before it has written `out`, work after it may read `in` and write `out`
+  /// anew. All ranks call it together, with blocks that match; a rank without blocks calls it too.
+  /// No block is written before its receiver's stream got here.
+  virtual void exchange(std::span<const block> out, std::span<const block> in,
+                        native_stream stream) = 0;
+  /// Throws what went wrong on a stream.
+  virtual void check() {}
+  /// Waits until the exchanges so far are over here. When they are on all ranks, nothing is under
+  /// way any more.
+  virtual void drain() {}
+};
+
 /// Moves bytes between ranks of different nodes, for symmetric_channel: over MPI, between threads
 /// of one process, or over whatever else implements it.
 ///
 /// What must be there: messages. Those from one rank to another arrive in the order in which they
 ///   were sent, and progress when either side calls anything here.
-/// What may be there: exchange(), bytes that all ranks send and receive in stream order, as NCCL
-///   does it. A link that has it takes the far part of all_to_all_v that way.
+/// What may be there: a node_exchange, as NCCL has it.
 ///
-/// Threads: the message members are called by one thread at a time, the channel's own; exchange()
-///   by the user's, at the same time.
+/// Threads: the message members are called by one thread at a time, the channel's own;
+///   make_exchange() and what it makes by the user's, at the same time.
 /// Errors: peer_error for a peer that is lost, as far as the transport tells. Nothing waits, so
 ///   deadlines are the caller's.
 class node_link {
@@ -30,12 +70,6 @@ class node_link {
   /// A message that began to arrive.
   struct arrival {
     rank_id from;
-    std::size_t bytes = 0;
-  };
-  /// Bytes to or from one rank.
-  struct block {
-    rank_id peer;
-    address at = 0;
     std::size_t bytes = 0;
   };
 
@@ -57,13 +91,9 @@ class node_link {
   /// Whether it is over. Asked until it is, and never again then.
   virtual bool done(transfer which) = 0;
 
-  /// Whether exchange() is there; the same on all ranks.
-  virtual bool exchanges() const noexcept { return false; }
-  /// Sends and receives in the order of `stream`: work before it has written `out`, work after it
-  /// may read `in` and write `out` anew. All ranks call it together, with blocks that match; a rank
-  /// without blocks calls it too. Memory is the region's. Throws unsupported unless exchanges().
-  virtual void exchange(std::span<const block> out, std::span<const block> in,
-                        native_stream stream);
+  /// Collective: what takes the far part of all_to_all_v over this region, on all ranks or none.
+  /// Null where messages do.
+  virtual std::unique_ptr<node_exchange> make_exchange(symmetric_region& region);
 };
 
 }  // namespace evmm

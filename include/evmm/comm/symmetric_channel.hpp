@@ -54,6 +54,7 @@ struct channel_statistics {
   std::uint64_t link_messages_received = 0;
   std::uint64_t link_bytes_received = 0;  ///< put here, or got, by ranks of other nodes
   std::string link;                       ///< its name; empty where all ranks share a node
+  std::string exchange;  ///< which way the far part of all_to_all_v goes; empty: in messages
 };
 
 /// What all_to_all_v sends to one rank.
