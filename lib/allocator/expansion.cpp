@@ -18,9 +18,11 @@ namespace evmm {
 namespace {
 /// Mappings of one handle. More only cost page tables; fewer mean more calls to map again.
 constexpr std::size_t most_spans = 8;
-/// How much smaller handles are made for each move that a handle has taken on average. With less,
+/// How much smaller handles are made for each time that all that is held has moved. With less,
 /// traces of random sizes hold too much; with more, steady ones make too many handles.
-constexpr double move_weight = 3;
+constexpr double move_weight = 12;
+/// Moves count little while hardly anything is held.
+constexpr std::size_t first_bytes = std::size_t{32} << 20;
 /// Beyond what was live, the part of the usual size that is made.
 constexpr std::size_t piece_share = 8;
 }  // namespace
@@ -108,10 +110,10 @@ handle_record* memory_supply::pick_to_exchange(search& in, std::size_t size) con
 }
 
 /// Grows with what is held, so that there are few handles where there is much memory, and shrinks
-/// as handles have had to be moved, so that there is little waste where sizes do not repeat.
+/// as memory has had to be moved, so that there is little waste where sizes do not repeat.
 std::size_t memory_supply::new_handle_bytes(std::size_t held) const noexcept {
   const allocator_options& options = options_.now();
-  const double moved = static_cast<double>(recycled_) / static_cast<double>(made_ + 16);
+  const double moved = static_cast<double>(moved_bytes_) / static_cast<double>(held + first_bytes);
   const double share =
       static_cast<double>(held) / (options.handle_fraction * (1 + move_weight * moved));
   return std::clamp(std::bit_floor(static_cast<std::size_t>(share) | 1), options.min_handle,
@@ -263,6 +265,7 @@ bool memory_supply::carry_out(plan& to_do, const supply_terms& terms) {
     if (step.moved != nullptr) {
       to_do.strip(step.kept);
       ++recycled_;
+      moved_bytes_ += step.bytes;
     }
   }
   return true;

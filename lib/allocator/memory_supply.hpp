@@ -166,6 +166,7 @@ class memory_supply {
 
   pool_statistic segment_, reserved_bytes_;
   statistic oversize_segments_;
+  std::size_t moved_bytes_ = 0;  ///< of all handles that were ever recycled
   std::int64_t made_ = 0, released_ = 0, recycled_ = 0, claimed_ = 0;
   std::size_t held_[2] = {0, 0};
   std::uint64_t last_serial_ = 0;

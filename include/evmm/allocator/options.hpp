@@ -99,7 +99,7 @@ struct allocator_options {
   std::size_t min_handle = std::size_t{2} << 20;   ///< rounded up to the granularity
   std::size_t max_handle = std::size_t{64} << 20;  ///< a power of two times min_handle
   /// A new handle is at most 1/handle_fraction of what the allocator holds.
-  unsigned handle_fraction = 112;
+  unsigned handle_fraction = 48;
 
   // --- streams --------------------------------------------------------------------------------
   cross_stream_reuse reuse = cross_stream_reuse::by_event;
