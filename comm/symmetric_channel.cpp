@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/channel_state.hpp"
 #include "comm/collective_change.hpp"
+#include "lib/memory/device_scope.hpp"
 #include "lib/support/format.hpp"
 #include "lib/support/log.hpp"
 
@@ -95,6 +96,7 @@ symmetric_channel::state::state(symmetric_region& over, const channel_options& o
   agree_on(ranks, "symmetric_channel: words", [&] {
     own.control.base = reinterpret_cast<address>(control->local());
     own.control.size = control->size();
+    const device_scope current(on, region.device());  // whose default stream it is
     on.fill(own.control.base, std::byte{0}, control->size(), nullptr);
     on.synchronize(native_stream{nullptr});
   });
