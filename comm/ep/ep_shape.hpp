@@ -60,6 +60,12 @@ struct ep_shape {
     const bool each = kind == flag_kind::rows || kind == flag_kind::finished;
     return each ? round * static_cast<std::uint64_t>(blocks) : round;
   }
+  /// When the rows of `source` come at `of_rank`: its own come first, then those of the next ranks.
+  /// So at every rank it is another source whose rows come last, where host memory begins, and each
+  /// source has its own link there.
+  EVMM_HOST_DEVICE int turn(int of_rank, int source) const {
+    return (source - of_rank + ranks) % ranks;
+  }
   /// Of a row as it is given.
   EVMM_HOST_DEVICE std::uint32_t given_bytes() const {
     return quantize ? 2 * row_bytes : row_bytes;

@@ -219,11 +219,12 @@ row_counts exchange::counts() {
                  .by_source = {},
                  .by_expert = {},
                  .expert_begin = {}};
-  std::int32_t before = 0;
-  for (int r = 0; r < s.shape.ranks; ++r, ++word) {
-    all.by_source.push_back(static_cast<std::size_t>(*word - before));
-    before = *word;
+  for (int r = 0; r < s.shape.ranks; ++r) {
+    const std::int32_t begin =
+        r == s.shape.rank ? 0 : word[(r + s.shape.ranks - 1) % s.shape.ranks];
+    all.by_source.push_back(static_cast<std::size_t>(word[r] - begin));
   }
+  word += s.shape.ranks;
   const std::size_t alignment = s.options.expert_alignment;
   for (int e = 0; e < s.shape.local_experts; ++e, ++word) {
     const auto rows = static_cast<std::size_t>(*word);

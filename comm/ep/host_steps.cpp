@@ -128,13 +128,14 @@ class host_steps final : public ep_steps {
     std::int32_t* const expert_tokens = source_end + shape.ranks;
     for (int r = 0; r < shape.ranks; ++r) {
       to.first[r] = 0;
-      for (int s = 0; s < shape.rank; ++s) {
+      for (int s = r; s != shape.rank; s = (s + 1) % shape.ranks) {
         to.first[r] += shape.count_message(shape.rank, s)[r];
       }
     }
     std::int32_t rows = 0;
     std::fill_n(expert_tokens, shape.local_experts, 0);
-    for (int s = 0; s < shape.ranks; ++s) {
+    for (int turn = 0; turn < shape.ranks; ++turn) {
+      const int s = (shape.rank + turn) % shape.ranks;
       const std::int32_t* message = shape.count_message(shape.rank, s);
       source_end[s] = rows += message[shape.rank];
       for (int e = 0; e < shape.local_experts; ++e) expert_tokens[e] += message[shape.ranks + e];

@@ -49,12 +49,12 @@ __device__ __forceinline__ void learn_counts(const ep_shape& shape, const plan_a
     int first = 0;
     int end = 0;
     for (int s = 0; s < shape.ranks; ++s) {
-      if (s < shape.rank) first += said(s, thread);
-      if (s <= thread) end += said(s, shape.rank);
+      if (shape.turn(thread, s) < shape.turn(thread, shape.rank)) first += said(s, thread);
+      if (shape.turn(shape.rank, s) <= shape.turn(shape.rank, thread)) end += said(s, shape.rank);
     }
     to.first[thread] = first;
     totals.words[1 + thread] = end;
-    if (thread == shape.ranks - 1) totals.words[0] = end;
+    if (shape.turn(shape.rank, thread) == shape.ranks - 1) totals.words[0] = end;
   }
   for (int e = thread; e < shape.local_experts; e += static_cast<int>(blockDim.x)) {
     int rows = 0;

@@ -48,7 +48,7 @@ void report_memory(benchmark::State& state, const ep_job& mine, std::size_t devi
 }
 
 void measure_exchange(benchmark::State& state, const job& at, const ep_case& wanted, step what) {
-  ep_job mine(at, wanted);
+  ep_job mine(at, wanted, row_order::in_turn);
   const ep_routing& routing = mine.routing;
   const auto rank = static_cast<std::size_t>(at.ranks->rank().value);
   const std::size_t before = mine.heap.report().ranks[rank].host_bytes;
@@ -113,7 +113,7 @@ void measure_exchange(benchmark::State& state, const job& at, const ep_case& wan
 }
 
 void measure_nccl(benchmark::State& state, const job& at, const ep_case& wanted, step what) {
-  ep_job mine(at, wanted);
+  ep_job mine(at, wanted, row_order::by_rank);
   nccl_exchange nccl(at, mine);
   const native_stream stream = mine.probe.stream();
   const std::size_t received = mine.routing.received(at.ranks->rank().value);

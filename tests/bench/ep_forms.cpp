@@ -53,7 +53,7 @@ ep_rows rows_to_compare(const ep_job& mine, void* x, float* scales) {
 
 void measure_low_latency(benchmark::State& state, const job& at, const ep_case& wanted, part what,
                          bool split) {
-  ep_job mine(at, wanted);
+  ep_job mine(at, wanted, row_order::by_rank);
   ep::low_latency_exchange exchange(mine.heap, {.experts = mine.routing.experts(),
                                                 .top_k = mine.routing.top_k(),
                                                 .hidden = k_hidden,
@@ -117,7 +117,7 @@ void measure_low_latency(benchmark::State& state, const job& at, const ep_case& 
 }
 
 void measure_layout(benchmark::State& state, const job& at, const ep_case& wanted, part what) {
-  ep_job mine(at, wanted);
+  ep_job mine(at, wanted, row_order::in_turn);
   ep::exchange exchange(mine.heap, {.experts = mine.routing.experts(),
                                     .top_k = mine.routing.top_k(),
                                     .hidden = k_hidden,

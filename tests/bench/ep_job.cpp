@@ -59,7 +59,7 @@ std::string routing_choice::name() const {
   return last.substr(0, last.find('.'));
 }
 
-ep_job::ep_job(const job& at, const ep_case& of)
+ep_job::ep_job(const job& at, const ep_case& of, row_order order)
     : wanted(of),
       routing(routing_of(of.routing, at.ranks->size(), of.tokens)),
       heap(make_region(at, of), {}),
@@ -86,7 +86,8 @@ ep_job::ep_job(const job& at, const ep_case& of)
   std::vector<std::int32_t> sources, tokens, experts;
   std::vector<float> row_weights;
   const std::int64_t first = std::int64_t{rank_} * routing.local_experts();
-  for (int source = 0; source < routing.ranks(); ++source) {
+  for (int turn = 0; turn < routing.ranks(); ++turn) {
+    const int source = order == row_order::by_rank ? turn : (rank_ + turn) % routing.ranks();
     const auto chosen = routing.ids(source);
     const auto weight = routing.weights(source);
     const auto top_k = static_cast<std::size_t>(routing.top_k());

@@ -53,11 +53,17 @@ struct ep_block {
   std::size_t at = 0;  ///< row in memory
 };
 
+/// In which order a rank receives rows.
+enum class row_order {
+  by_rank,  ///< of their sources
+  in_turn   ///< its own first, then those of the ranks after it: as ep::received
+};
+
 /// One rank's tensors, where all tokens go, and what must come of them: the reference that the
 /// exchange and its peers are held to.
 class ep_job {
  public:
-  ep_job(const job& at, const ep_case& wanted);
+  ep_job(const job& at, const ep_case& wanted, row_order order);
   ep_job(const ep_job&) = delete;
   ep_job& operator=(const ep_job&) = delete;
 
@@ -86,7 +92,7 @@ class ep_job {
   std::size_t wrong_rows(const ep_rows& got);
   /// Writes what this rank's experts make of its rows.
   void fill_results(void* y);
-  /// The same where rows of source s lie from row s x `stride`.
+  /// The same where rows of source s lie from row s x `stride`. By rank only.
   std::vector<ep_block> blocks_by_source(std::size_t stride) const;
   /// And where there is a row for each choice, grouped by expert: from the rows in `begin`.
   std::vector<ep_block> blocks_by_expert(const std::vector<std::size_t>& begin) const;

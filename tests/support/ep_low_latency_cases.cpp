@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <numeric>
 #include <random>
 #include <string>
 #include <thread>
@@ -79,8 +80,13 @@ class low_latency_rank final : public ep_tensors {
     std::vector<std::int32_t> group(static_cast<std::size_t>(local));
     std::vector<std::int32_t> expert_rows;
     if (script.by_expert()) expert_rows = get(got.expert_rows, all * top_k);
+    // Groups are filled in the order of places.
+    std::vector<std::size_t> in_order(rows.size());
+    std::iota(in_order.begin(), in_order.end(), std::size_t{0});
+    std::sort(in_order.begin(), in_order.end(),
+              [&](std::size_t a, std::size_t b) { return at[a] < at[b]; });
     std::size_t wrong = 0;
-    for (std::size_t row = 0; row < rows.size(); ++row) {
+    for (const std::size_t row : in_order) {
       const auto source = static_cast<std::size_t>(rows[row].source);
       if ((without >> source & 1) != 0) continue;
       ++source_rows[source];

@@ -87,8 +87,11 @@ void ep_rank::expect_received(const ep_script& script, const ep::received& got,
   const auto mates = script.ranks_of(script.node_of[static_cast<std::size_t>(me())]);
   std::vector<std::int32_t> expected_ends;
   for (const int via : mates) {
-    expected_ends.push_back(static_cast<std::int32_t>(std::count_if(
-        expected.begin(), expected.end(), [&](const ep_row& row) { return row.via <= via; })));
+    // Rows of its own come first.
+    const auto turn = [&](int of) { return of < me() ? of + script.ranks : of; };
+    expected_ends.push_back(static_cast<std::int32_t>(
+        std::count_if(expected.begin(), expected.end(),
+                      [&](const ep_row& row) { return turn(row.via) <= turn(via); })));
   }
   std::size_t wrong = 0;
   for (int source = 0; source < script.ranks; ++source) {

@@ -163,7 +163,10 @@ std::vector<ep_row> rows_received(const ep_script& script, int rank) {
   const int nodes = 1 + *std::max_element(script.node_of.begin(), script.node_of.end());
   const auto mates = script.ranks_of(here);
   std::vector<ep_row> rows;
-  for (std::size_t index = 0; index < mates.size(); ++index) {
+  const auto own =
+      static_cast<std::size_t>(std::find(mates.begin(), mates.end(), rank) - mates.begin());
+  for (std::size_t turn = 0; turn < mates.size(); ++turn) {
+    const std::size_t index = (own + turn) % mates.size();
     std::size_t sent = 0;
     const auto take = [&](int source, bool all) {
       const auto ids = script.ids(source);

@@ -71,9 +71,11 @@ struct tokens {
   std::size_t count = 0;
 };
 
-/// What a rank received: one row for each token that chose at least one of its experts, sorted by
-/// source rank and then by the token's index there. Pointers into the heap, the same in every
-/// dispatch of an exchange; valid until the next one. A plain struct, for kernels.
+/// What a rank received: one row for each token that chose at least one of its experts. Its own
+/// come first, then those of the next ranks in turn, after the last rank those of rank 0; those of
+/// a rank by the token's index there. (What exceeds device_rows thus comes from another source at
+/// every rank, and over another link.) Pointers into the heap, the same in every dispatch of an
+/// exchange; valid until the next one. A plain struct, for kernels.
 struct received {
   /// By source [rows][hidden]; by expert [expert_begin[local experts]][hidden], where padding holds
   /// anything.
@@ -83,7 +85,7 @@ struct received {
   float* weights = nullptr;                     ///< [rows][top_k]: 0 where experts is -1
   std::int32_t* tokens = nullptr;               ///< [rows]: index at the source
   const std::int32_t* rows = nullptr;           ///< 1: how many
-  const std::int32_t* source_end = nullptr;     ///< [ranks]: end of each source's rows
+  const std::int32_t* source_end = nullptr;     ///< [ranks]: end of the rows of rank s, by s
   const std::int32_t* expert_tokens = nullptr;  ///< [local experts]: rows that chose it
   std::size_t capacity = 0;                     ///< rows that there is room for
 
