@@ -152,7 +152,7 @@ finding judge_nccl(const library_versions& nccl, bool cuda) {
     return {.level = cuda && !nccl.compiled.empty() ? status::fail : status::ok,
             .found = "none: " + nccl.why_not,
             .meaning = "without it there are no NCCL windows",
-            .remedy = cuda ? "install libnccl2, or put it into LD_LIBRARY_PATH" : ""};
+            .remedy = cuda ? "install libnccl2, or name its file in EVMM_NCCL_LIBRARY" : ""};
   }
   const std::string found = fmt::format("{} ({})", nccl.found, nccl.path);
   const int code = nccl_version_code(nccl.found);

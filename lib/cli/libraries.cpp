@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lib/cli/libraries.hpp"
 
+#include "lib/support/environment.hpp"
 #include "lib/support/nccl_version.hpp"
 
 #include <fmt/format.h>
@@ -9,6 +10,8 @@
 #include <array>
 #include <initializer_list>
 #include <memory>
+#include <optional>
+#include <string>
 
 #include <dlfcn.h>
 
@@ -63,7 +66,9 @@ library_versions look_for_nccl() {
 #ifdef EVMM_HAVE_NCCL
   report.compiled = nccl_version_text(NCCL_VERSION_CODE);
 #endif
-  void* const library = load_first({"libnccl.so.2"}, report);
+  // As evmm's own code looks for it, in a program that has none yet.
+  const std::optional<std::string> named = environment("EVMM_NCCL_LIBRARY");
+  void* const library = load_first({named ? named->c_str() : "libnccl.so.2"}, report);
   if (library == nullptr) return report;
   const auto get_version = find<int (*)(int*)>(library, "ncclGetVersion", report);
   int code = 0;

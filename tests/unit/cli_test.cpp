@@ -3,6 +3,7 @@
 #include "lib/cli/device_checks.hpp"
 #include "lib/cli/doctor.hpp"
 #include "lib/cli/info.hpp"
+#include "lib/cli/libraries.hpp"
 #include "lib/cli/limit_checks.hpp"
 #include "lib/cli/sharing_checks.hpp"
 #include "lib/support/nccl_version.hpp"
@@ -16,6 +17,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 
 namespace evmm::cli {
 namespace {
@@ -142,6 +144,14 @@ TEST(cli_devices, iommu) {
   EXPECT_EQ(judge_iommu({}).level, status::ok);
   EXPECT_EQ(judge_iommu({"identity"}).level, status::ok);
   EXPECT_EQ(judge_iommu({"identity", "DMA-FQ"}).level, status::warn);
+}
+
+TEST(cli_devices, nccl_is_sought_where_the_library_seeks_it) {
+  ::setenv("EVMM_NCCL_LIBRARY", "/nowhere/libnccl.so.2", 1);
+  const auto none = look_for_nccl();
+  ::unsetenv("EVMM_NCCL_LIBRARY");
+  EXPECT_EQ(none.found, "");
+  EXPECT_THAT(none.why_not, HasSubstr("/nowhere/libnccl.so.2"));
 }
 
 TEST(cli_devices, nccl_versions) {
