@@ -4,6 +4,7 @@
 #include "comm/ep/cuda_device.cuh"
 #include "comm/ep/meet_peers.cuh"
 #include "comm/ep/rail_steps.hpp"
+#include "comm/ep/send_row.cuh"
 
 namespace evmm::ep {
 
@@ -67,6 +68,25 @@ __device__ __forceinline__ void copy_row(char* to, const char* from, std::uint32
   }
 }
 
+/// A warp a token.
+__global__ void __launch_bounds__(k_warps * 32)
+    quantize_rows_kernel(const __grid_constant__ token_arrays from, int hidden,
+                         const __grid_constant__ token_batch to) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int groups = hidden / 128;
+  for (int t = static_cast<int>(blockIdx.x) * k_warps + static_cast<int>(threadIdx.x / 32);
+       t < from.count; t += static_cast<int>(gridDim.x) * k_warps) {
+    const auto row = static_cast<std::size_t>(t) * hidden;
+    float scales[k_lane_scales];
+    quantize_row(from.x + row * sizeof(__nv_bfloat16), to.x + row, groups, lane, scales);
+#pragma unroll
+    for (int i = 0; i < k_lane_scales; ++i) {
+      const int s = lane + 32 * i;
+      if (s < groups) to.scales[static_cast<std::size_t>(t) * groups + s] = scales[i];
+    }
+  }
+}
+
 /// A warp a token and node.
 __global__ void __launch_bounds__(k_warps * 32)
     pack_records_kernel(const __grid_constant__ node_map map,
@@ -119,9 +139,11 @@ __global__ void __launch_bounds__(k_warps * 32)
       ids = reinterpret_cast<const std::int64_t*>(x + record.ids_at());
       weights = reinterpret_cast<const float*>(x + record.weights_at());
     }
-    copy_row(to.x + t * record.row_bytes, x, record.row_bytes, lane);
-    for (int s = lane; s < record.scale_count; s += 32) {
-      to.scales[t * record.scale_count + s] = scales[s];
+    if (x != to.x + t * record.row_bytes) {
+      copy_row(to.x + t * record.row_bytes, x, record.row_bytes, lane);
+      for (int s = lane; s < record.scale_count; s += 32) {
+        to.scales[t * record.scale_count + s] = scales[s];
+      }
     }
     if (lane >= record.top_k) continue;
     to.ids[t * record.top_k + lane] = id_here(map, ids[lane]);
@@ -174,6 +196,7 @@ class cuda_rail_steps final : public rail_steps {
   explicit cuda_rail_steps(int device)
       : device_(device), blocks_(static_cast<unsigned>(2 * checked_sms(device, "sms", 0))) {
     load_kernels({reinterpret_cast<const void*>(&place_records_kernel),
+                  reinterpret_cast<const void*>(&quantize_rows_kernel),
                   reinterpret_cast<const void*>(&pack_records_kernel),
                   reinterpret_cast<const void*>(&unpack_records_kernel),
                   reinterpret_cast<const void*>(&add_nodes_kernel)});
@@ -185,6 +208,12 @@ class cuda_rail_steps final : public rail_steps {
     place_records_kernel<<<static_cast<unsigned>(map.nodes), k_place_threads, 0, stream>>>(
         map, from, top_k, places, counts);
     check_cuda(cudaGetLastError(), "place_records_kernel");
+  }
+  void quantize(const token_arrays& from, int hidden, const token_batch& to,
+                native_stream stream) override {
+    const device_guard here(device_);
+    quantize_rows_kernel<<<blocks_, k_warps * 32, 0, stream>>>(from, hidden, to);
+    check_cuda(cudaGetLastError(), "quantize_rows_kernel");
   }
   void pack(const node_map& map, const token_arrays& from, const std::int32_t* places,
             const record_blocks& to, native_stream stream) override {

@@ -65,6 +65,7 @@ exchange::state::state(symmetric_heap& given, symmetric_channel* channel,
   if (ranks.node_count() > 1) {
     across = std::make_unique<rail>(heap, *channel, options);
     batch *= static_cast<std::size_t>(across->nodes());
+    shape.quantize = false;  // rows are before they cross
   }
   max_batch = batch;
   const int local_experts = shape.local_experts;

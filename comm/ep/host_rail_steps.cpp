@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/ep/bf16.hpp"
+#include "comm/ep/fp8.hpp"
+#include "comm/ep/host_rows.hpp"
 #include "comm/ep/rail_steps.hpp"
 
 #include <algorithm>
@@ -44,6 +46,18 @@ class host_rail_steps final : public rail_steps {
     });
   }
 
+  void quantize(const token_arrays& from, int hidden, const token_batch& to,
+                native_stream stream) override {
+    on_.launch(stream, [=] {
+      const auto row = static_cast<std::size_t>(hidden);
+      const std::size_t scales = row / k_scale_elements;
+      for (std::size_t t = 0; t < static_cast<std::size_t>(from.count); ++t) {
+        quantize_row(from.x + t * row * sizeof(bf16), to.x + t * row,
+                     {to.scales + t * scales, scales});
+      }
+    });
+  }
+
   void pack(const node_map& map, const token_arrays& from, const std::int32_t* places,
             const record_blocks& to, native_stream stream) override {
     on_.launch(stream, [=] {
@@ -78,8 +92,10 @@ class host_rail_steps final : public rail_steps {
       const auto top_k = static_cast<std::size_t>(record.top_k);
       const auto add = [&](std::size_t row, const char* x, const float* row_scales,
                            const std::int64_t* ids, const float* weights) {
-        std::memcpy(to.x + row * record.row_bytes, x, record.row_bytes);
-        std::copy_n(row_scales, scales, to.scales + row * scales);
+        if (x != to.x + row * record.row_bytes) {
+          std::memcpy(to.x + row * record.row_bytes, x, record.row_bytes);
+          std::copy_n(row_scales, scales, to.scales + row * scales);
+        }
         for (std::size_t k = 0; k < top_k; ++k) {
           to.ids[row * top_k + k] = id_here(map, ids[k]);
           to.weights[row * top_k + k] = weights == nullptr ? 1 : weights[k];

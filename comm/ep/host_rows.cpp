@@ -9,11 +9,9 @@
 
 namespace evmm::ep {
 
-namespace {
-
-void quantize(const bf16* row, std::vector<char>& made, std::vector<float>& scales) {
+void quantize_row(const void* row, char* made, std::span<float> scales) {
   for (std::size_t g = 0; g < scales.size(); ++g) {
-    const bf16* const group = row + g * k_scale_elements;
+    const bf16* const group = static_cast<const bf16*>(row) + g * k_scale_elements;
     float amax = k_least_amax;
     for (std::size_t i = 0; i < k_scale_elements; ++i) {
       amax = std::max(amax, std::fabs(to_float(group[i])));
@@ -25,8 +23,6 @@ void quantize(const bf16* row, std::vector<char>& made, std::vector<float>& scal
     }
   }
 }
-
-}  // namespace
 
 std::uint64_t ranks_of(const ep_shape& shape, const token_arrays& from, int t,
                        const ep_totals& totals) {
@@ -50,7 +46,7 @@ void host_row::load(const token_arrays& from, int t) {
   const auto token = static_cast<std::size_t>(t);
   const char* const given = from.x + token * shape_.given_bytes();
   if (shape_.quantize) {
-    quantize(reinterpret_cast<const bf16*>(given), row_, scales_);
+    quantize_row(given, row_.data(), scales_);
     return;
   }
   std::copy_n(given, row_.size(), row_.data());

@@ -3,6 +3,7 @@
 
 #include "comm/ep/ep_shape.hpp"
 
+#include <span>
 #include <vector>
 
 namespace evmm::ep {
@@ -10,6 +11,9 @@ namespace evmm::ep {
 /// A bit for each rank that a token goes to; an expert that there is not is told to the host.
 std::uint64_t ranks_of(const ep_shape& shape, const token_arrays& from, int t,
                        const ep_totals& totals);
+
+/// e4m3 [128 x scales] of bf16 as much, with a scale for each 128 elements.
+void quantize_row(const void* row, char* made, std::span<float> scales);
 
 /// A token's row as it is sent, quantised when that is asked for; what send_row.cuh does.
 class host_row {

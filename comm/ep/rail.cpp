@@ -84,7 +84,7 @@ rail::rail(symmetric_heap& heap, symmetric_channel& channel, const exchange_opti
 }
 
 token_record rail::record_of(bool as_gradients) const {
-  const bool fp8 = options_.rows == payload::fp8 && !options_.quantize && !as_gradients;
+  const bool fp8 = options_.rows == payload::fp8 && !as_gradients;
   return {.row_bytes = static_cast<std::uint32_t>(options_.hidden * (fp8 ? 1 : 2)),
           .scale_count = fp8 ? static_cast<int>(options_.hidden / 128) : 0,
           .top_k = options_.top_k};
@@ -144,9 +144,20 @@ void rail::cross(const std::vector<std::size_t>& from, std::size_t to, std::size
   channel_.all_to_all_v(out, in, stream);
 }
 
-token_arrays rail::gather(const token_arrays& from, rail_plan& plan, bool again, bool as_gradients,
+token_arrays rail::gather(const token_arrays& given, rail_plan& plan, bool again, bool as_gradients,
                           native_stream stream) {
   const token_record record = record_of(as_gradients);
+  const token_batch batch{.x = reinterpret_cast<char*>(x_.local()),
+                          .scales = record.scale_count > 0 ? scales_.local() : nullptr,
+                          .ids = ids_.local(),
+                          .weights = weights_.local()};
+  token_arrays from = given;
+  if (options_.quantize && !as_gradients) {
+    // Once, before anything is sent: half as much crosses.
+    steps_->quantize(given, static_cast<int>(options_.hidden), batch, stream);
+    from.x = batch.x;
+    from.scales = batch.scales;
+  }
   const auto max_tokens = static_cast<int>(options_.max_tokens);
   const record_blocks outgoing{reinterpret_cast<char*>(outgoing_.local()), record, max_tokens};
   const record_blocks incoming{reinterpret_cast<char*>(incoming_.local()), record, max_tokens};
@@ -165,10 +176,6 @@ token_arrays rail::gather(const token_arrays& from, rail_plan& plan, bool again,
     count += counts.came[node];
   }
   cross(blocks, incoming_.offset(), record.bytes(), plan.sent, plan.came, stream);
-  const token_batch batch{.x = reinterpret_cast<char*>(x_.local()),
-                          .scales = record.scale_count > 0 ? scales_.local() : nullptr,
-                          .ids = ids_.local(),
-                          .weights = weights_.local()};
   steps_->unpack(map_, from, incoming, counts, batch, stream);
   return {.x = batch.x,
           .scales = batch.scales,

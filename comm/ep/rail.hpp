@@ -36,7 +36,7 @@ class rail {
   rail_plan make_plan() const;
   /// This rank's tokens and those of its rail that have experts here, as tokens of the node, whose
   /// experts count in the order of its ranks. `again`: by a plan that is full.
-  token_arrays gather(const token_arrays& from, rail_plan& plan, bool again, bool as_gradients,
+  token_arrays gather(const token_arrays& given, rail_plan& plan, bool again, bool as_gradients,
                       native_stream stream);
   /// Where the node's sums of that batch go.
   combine_output sums(const combine_output& wanted) const;

@@ -74,10 +74,14 @@ class rail_steps {
   /// them a token is, or -1; `counts` [nodes] how many there are.
   virtual void place(const node_map& map, const token_arrays& from, int top_k, std::int32_t* places,
                      std::int64_t* counts, native_stream stream) = 0;
+  /// Makes rows of bf16 [from.count][hidden] into the batch's first: e4m3 with scales.
+  virtual void quantize(const token_arrays& from, int hidden, const token_batch& to,
+                        native_stream stream) = 0;
   /// Writes them as records, a block for each node.
   virtual void pack(const node_map& map, const token_arrays& from, const std::int32_t* places,
                     const record_blocks& to, native_stream stream) = 0;
-  /// Makes the batch of this rank's tokens and the records that came.
+  /// Makes the batch of this rank's tokens, whose rows may lie there already, and the records that
+  /// came.
   virtual void unpack(const node_map& map, const token_arrays& from, const record_blocks& came,
                       const batch_counts& counts, const token_batch& to, native_stream stream) = 0;
   /// Sums for each token, in the order of nodes, what its nodes made of it: `own` [tokens] here,

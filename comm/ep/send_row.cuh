@@ -52,14 +52,14 @@ class warp_row {
   std::uint32_t phase_ = 0;
 };
 
-/// A row of bf16 in shared memory becomes one of e4m3 in its place, by a warp: lane l keeps the
-/// scales of groups l, l + 32, ... of 128 elements. Half a warp has a group at a time, eight
-/// elements a lane, and several at once.
-__device__ __forceinline__ void quantize_row(char* row, int groups, int lane,
+/// A row of bf16 becomes one of e4m3, in its place or another, by a warp: lane l keeps the scales
+/// of groups l, l + 32, ... of 128 elements. Half a warp has a group at a time, eight elements a
+/// lane, and several at once.
+__device__ __forceinline__ void quantize_row(const char* from, char* to, int groups, int lane,
                                              float (&scales)[k_lane_scales]) {
   constexpr int together = 4;
-  const auto* const given = reinterpret_cast<const bf16_piece*>(row);
-  auto* const made = reinterpret_cast<uint2*>(row);
+  const auto* const given = reinterpret_cast<const bf16_piece*>(from);
+  auto* const made = reinterpret_cast<uint2*>(to);
 #pragma unroll
   for (int i = 0; i < k_lane_scales; ++i) {
     for (int first = 0; first < 16 && 32 * i + 2 * first < groups; first += together) {
@@ -104,8 +104,6 @@ __device__ __forceinline__ void quantize_row(char* row, int groups, int lane,
       __syncwarp();
     }
   }
-  fence_bulk();
-  __syncwarp();
 }
 
 /// What belongs to a token's row, spread over the lanes of a warp.
@@ -128,7 +126,11 @@ class row_belongings {
   }
   /// Stores the row, once it is there, and what belongs to it at every rank that it goes to.
   __device__ void store(const ep_shape& shape, const rank_rows& rows, char* row_in_shared) {
-    if (shape.quantize) quantize_row(row_in_shared, shape.scale_count, lane_, scales_);
+    if (shape.quantize) {
+      quantize_row(row_in_shared, row_in_shared, shape.scale_count, lane_, scales_);
+      fence_bulk();
+      __syncwarp();
+    }
     rows.for_mine(shape, lane_, [&](int r, std::size_t row) {
       bulk_store(shape.at<char>(r, shape.x) + row * shape.row_bytes, row_in_shared,
                  shape.row_bytes);
