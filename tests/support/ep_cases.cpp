@@ -304,7 +304,8 @@ void random_exchanges_are_exact(const rank_context& at) {
 
 }  // namespace
 
-void run_random_exchanges(const rank_context& at, std::size_t count, std::uint64_t seed) {
+void run_random_exchanges(const rank_context& at, std::size_t count, std::uint64_t seed,
+                          const channel_options& across) {
   std::mt19937_64 same(seed);
   std::mt19937_64 own(seed + 1 + static_cast<std::uint64_t>(at.ranks->rank().value));
   for (std::size_t done = 0; done < count;) {
@@ -323,7 +324,7 @@ void run_random_exchanges(const rank_context& at, std::size_t count, std::uint64
     options.sms = 1 + static_cast<int>(same() % 8);
     options.local_sms = static_cast<int>(same() % 20);
     auto script = script_for(at, options);
-    ep_rank mine(at, script.options);
+    ep_rank mine(at, script.options, across);
     for (int round = 0; round < 4 && done < count; ++round, ++done) {
       script.seed = same();
       script.hot = same() % 3 == 0 ? 1 : 0;

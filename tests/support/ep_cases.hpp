@@ -3,6 +3,8 @@
 
 #include "tests/support/symmetric_cases.hpp"
 
+#include <evmm/comm/symmetric_channel.hpp>
+
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -17,7 +19,8 @@ const std::vector<symmetric_case>& low_latency_cases();
 
 /// `count` exchanges of random shape, routing and contents, each verified, with streams that each
 /// rank delays in its own way.
-void run_random_exchanges(const rank_context& at, std::size_t count, std::uint64_t seed);
+void run_random_exchanges(const rank_context& at, std::size_t count, std::uint64_t seed,
+                          const channel_options& across = {});
 void run_random_low_latency(const rank_context& at, std::size_t count, std::uint64_t seed);
 
 }  // namespace evmm::test

@@ -33,9 +33,10 @@ ep_script script_for(const rank_context& at, ep::exchange_options options) {
           .counts = std::vector<std::size_t>(static_cast<std::size_t>(ranks), options.max_tokens)};
 }
 
-ep_rank::ep_rank(const rank_context& at, const ep::exchange_options& options)
+ep_rank::ep_rank(const rank_context& at, const ep::exchange_options& options,
+                 const channel_options& across)
     : ep_tensors(at, options, 1_GiB, 2_MiB),
-      exchange_(make_exchange(options)),
+      exchange_(make_exchange(options, across)),
       plan_(exchange_.make_plan()) {
   const std::size_t most = options.max_tokens;
   weight_gradients_ = {heap_, most * static_cast<std::size_t>(options.top_k)};
@@ -44,9 +45,10 @@ ep_rank::ep_rank(const rank_context& at, const ep::exchange_options& options)
   outputs_ = {heap_, combine_elements()};
 }
 
-ep::exchange& ep_rank::make_exchange(const ep::exchange_options& options) {
+ep::exchange& ep_rank::make_exchange(const ep::exchange_options& options,
+                                     const channel_options& across) {
   if (at_.ranks->node_count() == 1) return made_.emplace(heap_, options);
-  across_.emplace(heap_.region());
+  across_.emplace(heap_.region(), across);
   return made_.emplace(heap_, *across_, options);
 }
 

@@ -17,7 +17,9 @@ ep_script script_for(const rank_context& at, ep::exchange_options options);
 /// One rank's side of exchanges: its tensors, and what is checked.
 class ep_rank final : public ep_tensors {
  public:
-  ep_rank(const rank_context& at, const ep::exchange_options& options);
+  /// `across` is for the channel between nodes, where there are several.
+  ep_rank(const rank_context& at, const ep::exchange_options& options,
+          const channel_options& across = {});
   ~ep_rank() override;
 
   ep::exchange& exchange() { return exchange_; }
@@ -48,7 +50,7 @@ class ep_rank final : public ep_tensors {
   void settle() override {
     if (across_) across_->synchronize(stream_);
   }
-  ep::exchange& make_exchange(const ep::exchange_options& options);
+  ep::exchange& make_exchange(const ep::exchange_options& options, const channel_options& across);
   void expect_by_expert(const ep_script& script, const ep::received& got,
                         const std::vector<ep_row>& rows);
   std::size_t combine_elements() const;
