@@ -39,9 +39,10 @@ plots_of() {
       echo '_shared_stream --filter ^shared_stream/ --argument threads --metric items_per_second --title pairs/s'
       ;;
     ep)
-      echo '_tokens --filter ^ep/[a-z0-9_]+(/sms:24)?/iterations --argument tokens --metric median_us --title us'
-      echo '_sms --filter ^ep/[a-z0-9_]+/tokens:[0-9]+/iterations --argument sms --metric physical_GBps --title GB/s --linear'
-      echo '_spill --filter ^ep/ --argument spill --metric logical_GBps --title GB/s --linear'
+      echo '_tokens --filter ^ep/(dispatch_(fp8|bf16)|combine|nccl_[a-z0-9_]+)(/sms:24)?$ --argument tokens --metric median_us --title throughput'
+      echo '_low_latency --filter ^ep/(low_latency_[a-z]+_fp8(_by_expert)?|nccl_combine|nccl_dispatch_fp8)(/sms:24)?$ --argument tokens --metric median_us --title low-latency'
+      echo '_sms --filter ^ep/(dispatch_(fp8|bf16)|combine)/tokens:(4096|8192)$ --argument sms --metric physical_GBps --title multiprocessors --linear'
+      echo '_spill --filter ^ep/ --argument spill --metric logical_GBps --title rows-in-host-memory --linear'
       ;;
     *) echo '-' ;;
   esac

@@ -15,7 +15,9 @@ import sys
 from collections import defaultdict
 from statistics import median
 
-CLOCKS = re.compile(r"/(manual|real)_time\b")
+# What Google Benchmark appends to a name: how it was measured.
+MEASURED = re.compile(r"/(manual_time|real_time|iterations:\d+)\b")
+FEW = 6  # families whose legend leaves their lines visible
 TO_SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -36,7 +38,7 @@ def read(paths, argument):
             if run.get("error_occurred") or run.get("skipped"):
                 skipped[name] = run.get("error_message") or run.get("skip_message", "")
             elif matched:
-                family = CLOCKS.sub("", matched["family"] + matched["rest"])
+                family = MEASURED.sub("", matched["family"] + matched["rest"])
                 runs[family][int(matched["at"])].append(run)
     return runs, skipped, machine
 
@@ -88,10 +90,12 @@ def draw(options, runs, machine):
         sys.exit("plot_bench: matplotlib is missing; install python3-matplotlib")
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
     sizes = set()
+    # More families than colours are told apart by their lines.
+    axes.set_prop_cycle(plt.cycler(linestyle=["-", "--", ":"]) * plt.rcParams["axes.prop_cycle"])
     for family, at, values, lows, highs in lines(runs, options.metric):
         color = axes.plot(at, values, marker="o", markersize=4, label=family)[0].get_color()
         axes.fill_between(at, lows, highs, color=color, alpha=0.15, linewidth=0)
@@ -110,6 +114,7 @@ def draw(options, runs, machine):
         axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: f"{at:g}"))
     if not options.linear:
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     unit = unit_of(options.metric)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: si(value, unit)))
     axes.yaxis.set_minor_formatter(NullFormatter())
@@ -117,7 +122,10 @@ def draw(options, runs, machine):
     axes.set_xlabel("size" if options.argument == "bytes" else options.argument)
     axes.grid(True, alpha=0.3)
     axes.set_title("\n".join(text for text in (options.title, machine) if text), fontsize=10)
-    axes.legend(fontsize=8)
+    if len(axes.lines) <= FEW:
+        axes.legend(fontsize=8)
+    else:
+        figure.legend(fontsize=8, loc="outside right upper")
     for path in options.output:
         figure.savefig(path, dpi=150)
         print(path)
