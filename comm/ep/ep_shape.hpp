@@ -64,7 +64,7 @@ struct ep_shape {
   /// So at every rank it is another source whose rows come last, where host memory begins, and each
   /// source has its own link there.
   EVMM_HOST_DEVICE int turn(int of_rank, int source) const {
-    return (source - of_rank + ranks) % ranks;
+    return source - of_rank + (source < of_rank ? ranks : 0);
   }
   /// Of a row as it is given.
   EVMM_HOST_DEVICE std::uint32_t given_bytes() const {
