@@ -15,6 +15,8 @@
 namespace evmm::test {
 
 const std::vector<symmetric_case>& heap_cases();
+/// Growth, trimming, migration, compaction, and calls that differ.
+const std::vector<symmetric_case>& heap_change_cases();
 
 /// `count` operations that a seed decides, the same on every rank, on streams that each rank delays
 /// in its own way: what a block holds is checked before it is freed, and all ranks compare offsets.

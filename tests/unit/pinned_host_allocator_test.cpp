@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tests/support/fault_driver.hpp"
+#include "tests/unit/pinned_allocator_fixture.hpp"
 
 #include <evmm/allocator/pinned_host_allocator.hpp>
 #include <evmm/error.hpp>
-#include <evmm/host_driver.hpp>
 #include <evmm/units.hpp>
 
 #include <gmock/gmock.h>
@@ -12,44 +11,14 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <functional>
-#include <map>
-#include <memory>
-#include <random>
-#include <string>
 #include <thread>
-#include <utility>
 #include <vector>
-
-#include <sys/wait.h>
-#include <unistd.h>
 
 namespace evmm::test {
 namespace {
 
-using namespace evmm::units;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-
-address at(const void* pointer) {
-  return reinterpret_cast<address>(pointer);
-}
-
-class pinned_allocator : public ::testing::Test {
- protected:
-  std::unique_ptr<pinned_host_allocator> make(const pinned_options& options = {}) {
-    return std::make_unique<pinned_host_allocator>(on, device_id{0}, options);
-  }
-  alive_counts alive() const {
-    auto counts = on->alive();
-    counts.descriptors = 0;
-    return counts;
-  }
-
-  const std::shared_ptr<host_driver> host =
-      host_driver::make({.devices = 2, .device_bytes = 64_MiB, .host_bytes = 64_MiB});
-  const std::shared_ptr<fault_driver> on = fault_driver::make(host);
-};
 
 // --- sizes --------------------------------------------------------------------------------------
 
@@ -342,167 +311,6 @@ TEST_F(pinned_allocator, rounding_that_is_too_much_is_named) {
   }
 }
 
-// --- failures -----------------------------------------------------------------------------------
-
-TEST_F(pinned_allocator, unknown_pointers_are_refused_by_value) {
-  const auto pinned = make();
-  char* const first = static_cast<char*>(pinned->allocate(8192));
-  int on_stack = 0;
-  for (void* wrong : {static_cast<void*>(first + 1), static_cast<void*>(&on_stack)}) {
-    try {
-      pinned->free(wrong);
-      ADD_FAILURE() << "freed what was not allocated";
-    } catch (const invalid_argument& failure) {
-      EXPECT_THAT(failure.what(), HasSubstr("cannot free 0x"));
-    }
-  }
-  EXPECT_FALSE(pinned->record(&on_stack, nullptr));
-  EXPECT_FALSE(pinned->owns(&on_stack));
-  EXPECT_TRUE(pinned->owns(first + 8191));
-  pinned->free(first);
-  EXPECT_THROW(pinned_host_allocator(on, device_id{9}), invalid_argument);
-}
-
-TEST_F(pinned_allocator, a_failure_at_any_call_leaves_it_usable_and_nothing_behind) {
-  const auto stream = on->create_stream({0});
-  for (const bool registered : {false, true}) {
-    const auto before = alive();
-    for (std::size_t nth = 0;; ++nth) {
-      {
-        const auto pinned = make({.use_host_register = registered, .reserve_segment = 64_KiB});
-        std::vector<void*> live;
-        on->fail_call(nth);
-        const auto attempt = [&](std::size_t bytes) {
-          const auto counted = pinned->statistics();
-          try {
-            live.push_back(pinned->allocate(bytes));
-          } catch (const error&) {
-            const auto after = pinned->statistics();
-            // What was freed before may have come back meanwhile.
-            EXPECT_LE(after.active_bytes.current, counted.active_bytes.current);
-            EXPECT_LE(after.requested_bytes.current, counted.requested_bytes.current);
-          }
-        };
-        const auto release = [&] {
-          if (live.empty()) return;
-          const auto counted = pinned->statistics();
-          pinned->record(live.back(), stream);
-          try {
-            pinned->free(live.back());
-          } catch (const error&) {
-            EXPECT_TRUE(pinned->owns(live.back()));
-            EXPECT_EQ(pinned->statistics().active_bytes, counted.active_bytes);
-            pinned->free(live.back());  // the failure happens once
-          }
-          live.pop_back();
-        };
-        attempt(2_MiB);
-        attempt(100);
-        release();
-        release();
-        attempt(1_MiB);
-        on->synchronize(stream);
-        release();
-        const bool happened = on->disarm();
-        on->synchronize(stream);
-        pinned->poll();
-        EXPECT_EQ(pinned->statistics().active_requests.current, 0) << "after failing call " << nth;
-        EXPECT_EQ(static_cast<std::size_t>(pinned->statistics().allocated_bytes.current),
-                  on->alive().pinned_bytes);
-        void* const works = pinned->allocate(3_MiB);
-        EXPECT_NE(works, nullptr);
-        pinned->free(works);
-        if (!happened) nth = 1000;
-      }
-      EXPECT_EQ(alive(), before) << "after failing call " << nth;
-      if (nth >= 1000) break;
-    }
-  }
-  on->destroy_stream(stream);
-}
-
-TEST_F(pinned_allocator, an_event_that_cannot_be_asked_keeps_its_block) {
-  const auto pinned = make();
-  const auto stream = on->create_stream({0});
-  void* const first = pinned->allocate(1_MiB);
-  pinned->record(first, stream);
-  pinned->free(first);
-  on->synchronize(stream);
-  on->fail_call(driver_call::done, 0);
-  void* const second = pinned->allocate(1_MiB);
-  EXPECT_NE(second, first);
-  EXPECT_TRUE(on->disarm());
-  EXPECT_EQ(pinned->allocate(1_MiB), first) << "asked again";
-  pinned->free(first);
-  pinned->free(second);
-  on->destroy_stream(stream);
-}
-
-TEST_F(pinned_allocator, what_cannot_be_given_back_stays_cached) {
-  for (const bool catches : {false, true}) {
-    const auto pinned = make({.free_catch_all = catches});
-    void* const first = pinned->allocate(1_MiB);
-    pinned->free(first);
-    on->fail_call(driver_call::free_pinned, 0);
-    if (catches) {
-      EXPECT_EQ(pinned->empty_cache(), 0u);
-    } else {
-      EXPECT_THROW(pinned->empty_cache(), driver_error);
-    }
-    EXPECT_EQ(pinned->allocate(1_MiB), first);
-    pinned->free(first);
-    EXPECT_EQ(pinned->empty_cache(), 1_MiB);
-  }
-}
-
-TEST_F(pinned_allocator, its_end_gives_all_back_and_waits_for_streams) {
-  const auto before = alive();
-  const auto stream = on->create_stream({0});
-  std::atomic<bool> ran = false;
-  {
-    const auto pinned = make();
-    void* const first = pinned->allocate(1_MiB);
-    static_cast<void>(pinned->allocate(2_MiB));  // lives on, with a warning
-    on->launch(stream, [&, first] {
-      std::memset(first, 1, 1_MiB);
-      ran = true;
-    });
-    pinned->record(first, stream);
-    pinned->free(first);
-  }
-  EXPECT_TRUE(ran);
-  on->destroy_stream(stream);
-  EXPECT_EQ(alive(), before);
-}
-
-TEST_F(pinned_allocator, a_forked_child_is_refused) {
-  auto pinned = make({.background_thread = true});
-  void* const first = pinned->allocate(4096);
-  const pid_t child = ::fork();
-  ASSERT_NE(child, -1);
-  if (child == 0) {
-    int refused = 0;
-    const auto count = [&](const std::function<void()>& call) {
-      try {
-        call();
-      } catch (const invalid_argument&) {
-        ++refused;
-      }
-    };
-    count([&] { static_cast<void>(pinned->allocate(1)); });
-    count([&] { pinned->free(first); });
-    count([&] { pinned->record(first, nullptr); });
-    count([&] { pinned->empty_cache(); });
-    count([&] { static_cast<void>(pinned->statistics()); });
-    pinned.reset();  // waits for no thread that is not there
-    ::_exit(refused == 5 ? 0 : 1);
-  }
-  int status = 0;
-  ASSERT_EQ(::waitpid(child, &status, 0), child);
-  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-  pinned->free(first);
-}
-
 // --- what is counted ----------------------------------------------------------------------------
 
 TEST_F(pinned_allocator, counts_as_pytorch_does) {
@@ -543,139 +351,6 @@ TEST_F(pinned_allocator, counts_as_pytorch_does) {
   EXPECT_EQ(pinned->statistics().host_free.count, 2);
   EXPECT_EQ(pinned->statistics().allocations.current, 0);
   on->destroy_stream(stream);
-}
-
-// --- against a model ----------------------------------------------------------------------------
-
-/// Random calls; the model knows what is live and what a held stream still uses.
-TEST_F(pinned_allocator, random_calls_never_hand_out_what_is_in_use) {
-  struct piece {
-    std::size_t bytes = 0;
-    unsigned char mark = 0;
-    bool used = false;  ///< by the stream
-  };
-  for (const unsigned seed : {1U, 2U, 3U, 4U}) {
-    const auto before = alive();
-    const auto stream = on->create_stream({0});
-    {
-      const auto pinned =
-          make({.reserve_segment = seed % 2 == 0 ? 256_KiB : 0,
-                .max_round_threshold = seed > 2 ? 64_KiB : 0,
-                .max_cached_size = seed == 3 ? std::optional(1_MiB) : std::nullopt});
-      std::mt19937 random(seed);
-      const auto below = [&](std::size_t limit) {
-        return static_cast<std::size_t>(random()) % limit;
-      };
-      std::map<address, piece> live;
-      std::map<address, piece> held;  ///< freed, and the stream has not passed
-      auto gate = std::make_unique<stream_gate>(*on, stream);
-      const auto overlaps = [](const std::map<address, piece>& pieces, address first,
-                               std::size_t bytes) {
-        const auto next = pieces.lower_bound(first + bytes);
-        return next != pieces.begin() &&
-               std::prev(next)->first + std::prev(next)->second.bytes > first;
-      };
-      const auto check = [&](const std::pair<const address, piece>& one) {
-        const auto* const bytes = reinterpret_cast<const unsigned char*>(one.first);
-        EXPECT_EQ(bytes[0], one.second.mark);
-        EXPECT_EQ(bytes[one.second.bytes - 1], one.second.mark);
-      };
-      for (int step = 0; step < 4000; ++step) {
-        const auto what = below(100);
-        if (what < 50 && live.size() < 60) {
-          const std::size_t bytes = 1 + below(below(4) == 0 ? 2_MiB : 40_KiB);
-          try {
-            const address got = at(pinned->allocate(bytes));
-            ASSERT_FALSE(overlaps(live, got, bytes)) << "step " << step;
-            ASSERT_FALSE(overlaps(held, got, bytes)) << "too early, step " << step;
-            const auto mark = static_cast<unsigned char>(step);
-            std::memset(reinterpret_cast<void*>(got), mark, bytes);
-            live[got] = {bytes, mark};
-          } catch (const out_of_memory&) {
-            ADD_FAILURE() << "64 MiB are enough";
-          }
-        } else if (what < 60 && !live.empty()) {
-          auto one = std::next(live.begin(), static_cast<long>(below(live.size())));
-          EXPECT_TRUE(pinned->record(reinterpret_cast<void*>(one->first + below(one->second.bytes)),
-                                     stream));
-          one->second.used = true;
-        } else if (what < 96 && !live.empty()) {
-          auto one = std::next(live.begin(), static_cast<long>(below(live.size())));
-          check(*one);
-          pinned->free(reinterpret_cast<void*>(one->first));
-          if (one->second.used) held.insert(*one);
-          live.erase(one);
-        } else if (what < 98) {
-          gate->open();
-          on->synchronize(stream);
-          held.clear();
-          gate = std::make_unique<stream_gate>(*on, stream);
-        } else {
-          pinned->empty_cache();
-        }
-        std::size_t requested = 0;
-        for (const auto& one : live) requested += one.second.bytes;
-        const auto counted = pinned->statistics();
-        ASSERT_EQ(static_cast<std::size_t>(counted.requested_bytes.current), requested);
-        ASSERT_EQ(static_cast<std::size_t>(counted.allocated_bytes.current),
-                  on->alive().pinned_bytes);
-        ASSERT_LE(counted.active_bytes.current, counted.allocated_bytes.current);
-        ASSERT_GE(static_cast<std::size_t>(counted.active_requests.current), live.size());
-      }
-      for (const auto& one : live) check(one);
-      gate.reset();
-      on->synchronize(stream);
-      for (const auto& one : live) pinned->free(reinterpret_cast<void*>(one.first));
-      on->synchronize(stream);
-      pinned->poll();
-      EXPECT_EQ(pinned->statistics().active_bytes.current, 0);
-      pinned->empty_cache();
-      EXPECT_LE(on->alive().pinned, 1u) << "but for the reserve";
-    }
-    on->destroy_stream(stream);
-    EXPECT_EQ(alive(), before);
-  }
-}
-
-TEST_F(pinned_allocator, threads_do_not_disturb_each_other) {
-  for (const bool background : {false, true}) {
-    const auto pinned = make(
-        {.background_thread = background, .reserve_segment = 64_KiB, .max_cached_size = 256_KiB});
-    constexpr int k_threads = 4;
-    std::atomic<int> wrong = 0;
-    std::vector<std::thread> threads;
-    for (int t = 0; t < k_threads; ++t) {
-      threads.emplace_back([&, t] {
-        const auto stream = on->create_stream({0});
-        std::mt19937 random(static_cast<unsigned>(t));
-        for (int round = 0; round < 300; ++round) {
-          const std::size_t bytes = 1 + random() % (round % 8 == 0 ? 512_KiB : 8_KiB);
-          auto* const mine = static_cast<unsigned char*>(pinned->allocate(bytes));
-          const auto mark = static_cast<unsigned char>(1 + t);
-          std::memset(mine, mark, bytes);
-          if (round % 3 != 0) {
-            // The stream writes after the free: nobody else may have the block by then.
-            on->launch(stream, [&wrong, mine, mark, bytes] {
-              if (mine[0] != mark || mine[bytes - 1] != mark) ++wrong;
-              std::memset(mine, mark, bytes);
-            });
-            pinned->record(mine, stream);
-          } else if (mine[0] != mark || mine[bytes - 1] != mark) {
-            ++wrong;
-          }
-          pinned->free(mine);
-          if (round % 64 == 0) pinned->empty_cache();
-        }
-        on->synchronize(stream);
-        pinned->poll();
-        on->destroy_stream(stream);
-      });
-    }
-    for (auto& thread : threads) thread.join();
-    EXPECT_EQ(wrong, 0);
-    while (pinned->statistics().active_requests.current != 0) pinned->poll();
-    EXPECT_EQ(pinned->statistics().active_bytes.current, 0);
-  }
 }
 
 }  // namespace

@@ -54,6 +54,7 @@ std::vector<threads_case> all_cases() {
   std::vector<threads_case> all;
   for (const int ranks : {1, 2, 4}) {
     for (const symmetric_case& tried : heap_cases()) all.push_back({ranks, tried});
+    for (const symmetric_case& tried : heap_change_cases()) all.push_back({ranks, tried});
   }
   return all;
 }

@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/support/heap_cases.hpp"
+#include "tests/support/heap_checks.hpp"
+#include "tests/support/scoped_capture.hpp"
+
+#include <evmm/comm/symmetric_buffer.hpp>
+#include <evmm/error.hpp>
+#include <evmm/units.hpp>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace evmm::test {
+
+using namespace evmm::units;
+using ::testing::HasSubstr;
+
+namespace {
+
+// --- changes -------------------------------------------------------------------------------------
+
+void any_rank_may_ask_for_growth(const rank_context& at) {
+  const std::size_t g = at.granule();
+  symmetric_heap heap(at.make(), {.device_limit = 4 * g});
+  const bool last = at.ranks->rank().value == at.ranks->size() - 1;
+  if (last) heap.request_growth(tier::device, 2 * g);
+  EXPECT_EQ(heap.region().size(), 0u) << "nothing happens before all arrive";
+  heap.verify();
+  EXPECT_EQ(heap.region().size(), 2 * g);
+  if (last) heap.request_growth(tier::device, 20 * g);
+  heap.verify();
+  EXPECT_EQ(heap.region().size(), 2 * g) << "no room, and no error";
+  const grown more = heap.grow(tier::host, g);
+  EXPECT_EQ(more.offset, 2 * g);
+  heap.check_invariants();
+  heap.close();
+}
+
+void trim_gives_back_free_segments_at_the_end(const rank_context& at) {
+  const std::size_t g = at.granule();
+  symmetric_heap heap(at.make(), {.growth_step = g});
+  std::vector<std::size_t> blocks;
+  for (int i = 0; i < 5; ++i) blocks.push_back(heap.allocate(g));
+  heap.free(blocks[4]);
+  heap.free(blocks[3]);
+  heap.free(blocks[1]);
+  EXPECT_EQ(heap.trim(3 * g), 0u);
+  EXPECT_EQ(heap.trim(2 * g), g);
+  EXPECT_EQ(heap.trim(), g) << "a free segment in the middle stays";
+  EXPECT_EQ(heap.region().size(), 3 * g);
+  EXPECT_EQ(heap.region().statistics().cached_bytes, 0u);
+  EXPECT_EQ(heap.allocate(g), g);
+  heap.free(g);
+  heap.free(blocks[0]);
+  heap.free(blocks[2]);
+  EXPECT_EQ(heap.trim(), 3 * g);
+  EXPECT_EQ(heap.region().size(), 0u);
+  EXPECT_EQ(heap.allocate(g), 0u);
+  heap.check_invariants();
+  heap.close();
+}
+
+void cold_ranges_move_and_come_back(const rank_context& at) {
+  const std::size_t g = at.granule();
+  symmetric_heap heap(at.make(), {.growth_step = g});
+  std::vector<std::size_t> blocks;
+  for (int i = 0; i < 3; ++i) {
+    blocks.push_back(heap.allocate(
+        g, nullptr, {.tiers = i == 2 ? tier_policy::device_only : tier_policy::device_first}));
+    write(at, heap, blocks.back(), g);
+  }
+  EXPECT_EQ(heap.migrate(blocks[1], g, tier::host), g);
+  EXPECT_EQ(tier_at(heap, blocks[0]), tier::device);
+  EXPECT_EQ(tier_at(heap, blocks[1]), tier::host);
+  EXPECT_EQ(heap.migrate(blocks[1], g, tier::host), 0u);
+  const auto said = thrown_everywhere(at, [&] { heap.migrate(g, g + 512, tier::host); });
+  EXPECT_THAT(said, HasSubstr("the device_only allocation of 2097152 bytes at offset 4194304"));
+  EXPECT_EQ(heap.migrate(0, 3 * g, tier::host), 2 * g) << "asked for the whole of it";
+  EXPECT_EQ(heap.migrate(0, 3 * g, tier::device), 3 * g);
+  for (const std::size_t block : blocks) expect_seen_by_all(at, heap, block, g);
+  heap.check_invariants();
+  heap.close();
+}
+
+void compaction_keeps_blocks_and_makes_few_segments(const rank_context& at) {
+  const std::size_t g = at.granule();
+  symmetric_heap heap(at.make(), {.growth_step = g});
+  const pool_id pool = heap.create_pool();
+  std::vector<std::size_t> blocks;
+  for (int i = 0; i < 6; ++i) {
+    blocks.push_back(heap.allocate(g, nullptr, {.pool = i < 4 ? pool_id{} : pool}));
+    write(at, heap, blocks.back(), g);
+  }
+  heap.migrate(blocks[0], g, tier::host);
+  EXPECT_EQ(heap.compact(), 3u) << "host, device, and the pool's";
+  for (const std::size_t block : blocks) expect_seen_by_all(at, heap, block, g);
+  heap.free(blocks[1]);
+  heap.free(blocks[4]);
+  EXPECT_EQ(heap.allocate(g), blocks[1]);
+  EXPECT_EQ(heap.allocate(g, nullptr, {.pool = pool}), blocks[4]);
+  heap.check_invariants();
+  heap.close();
+}
+
+void a_region_that_is_backed_already_is_used(const rank_context& at) {
+  const std::size_t g = at.granule();
+  auto region = at.make();
+  region.grow(tier::device, g);
+  region.grow(at.ranks->rank() == rank_id{0} ? tier::host : tier::device, g);
+  symmetric_heap heap(std::move(region), {.device_limit = g});
+  EXPECT_EQ(heap.allocate(g / 2), 0u);
+  const std::size_t mixed = heap.allocate(g);
+  EXPECT_EQ(mixed, g) << "where one rank has host memory, it is host memory";
+  EXPECT_THAT(
+      thrown_everywhere(
+          at, [&] { (void)heap.allocate(g, nullptr, {.tiers = tier_policy::device_only}); }),
+      HasSubstr("out_of_memory"));
+  heap.check_invariants();
+  heap.close();
+}
+
+// --- divergence ----------------------------------------------------------------------------------
+
+void the_first_call_that_differs_is_named(const rank_context& at) {
+  if (at.ranks->size() == 1) return;
+  const rank_id odd{at.ranks->size() - 1};
+  const bool mine = at.ranks->rank() == odd;
+  symmetric_heap heap(at.make(), {.growth_step = 4 * at.granule()});
+  const std::size_t a = heap.allocate(4096);
+  (void)heap.allocate(mine ? 8192 : 4096, nullptr, {.alignment = 1024});
+  (void)heap.allocate(512);
+  const auto said = thrown_everywhere(at, [&] { heap.verify(); });
+  EXPECT_THAT(said, HasSubstr("differ from call 2: rank 0: allocate 4096 bytes aligned to 1024, "
+                              "device_first, pool 0 -> offset 4096; rank " +
+                              std::to_string(odd.value) + ": allocate 8192 bytes"));
+  EXPECT_THAT(said, HasSubstr("every_call"));
+  // It is found at growth as well, before anything is grown.
+  const std::uint64_t epoch = heap.region().epoch();
+  EXPECT_THAT(thrown_everywhere(at, [&] { (void)heap.allocate(8 * at.granule()); }),
+              HasSubstr("differ from call 2"));
+  EXPECT_EQ(heap.region().epoch(), epoch);
+  heap.free(a);
+  heap.close();
+
+  symmetric_heap counted(at.make());
+  (void)counted.allocate(1);
+  if (mine) (void)counted.allocate(2);
+  EXPECT_THAT(thrown_everywhere(at, [&] { counted.verify(); }),
+              HasSubstr("differ from call 2: rank 0: has made only 1 calls; rank " +
+                        std::to_string(odd.value) + ": allocate 2 bytes"));
+  counted.close();
+
+  symmetric_heap forgetful(at.make(), {.calls_kept = 4});
+  (void)forgetful.allocate(512);
+  (void)forgetful.allocate(mine ? 1 : 2);
+  for (int i = 0; i < 8; ++i) (void)forgetful.allocate(512);
+  EXPECT_THAT(thrown_everywhere(at, [&] { forgetful.verify(); }),
+              HasSubstr("differ, at or before call 7"));
+  forgetful.close();
+}
+
+void every_call_is_compared_when_asked_for(const rank_context& at) {
+  if (at.ranks->size() == 1) return;
+  symmetric_heap heap(at.make(), {.check = divergence_check::every_call});
+  const std::size_t a = heap.allocate(4096);
+  const std::size_t b = heap.allocate(4096);
+  heap.record_stream(a, nullptr);
+  const auto said =
+      thrown_everywhere(at, [&] { heap.free(at.ranks->rank() == rank_id{0} ? a : b); });
+  EXPECT_THAT(said,
+              HasSubstr("differ from call 4: rank 0: free offset 0; rank 1: free offset 4096"));
+  heap.close();
+}
+
+void options_that_differ_are_refused(const rank_context& at) {
+  if (at.ranks->size() == 1) return;
+  const std::size_t step = at.ranks->rank() == rank_id{1} ? 8_MiB : 4_MiB;
+  const auto said =
+      thrown_everywhere(at, [&] { symmetric_heap(at.make(), {.growth_step = step}); });
+  EXPECT_THAT(said, HasSubstr("rank 0 gave growth_step 4194304"));
+}
+
+}  // namespace
+
+const std::vector<symmetric_case>& heap_change_cases() {
+#define EVMM_CASE(name) \
+  { #name, &name }
+  static const std::vector<symmetric_case> all = {
+      EVMM_CASE(any_rank_may_ask_for_growth),
+      EVMM_CASE(trim_gives_back_free_segments_at_the_end),
+      EVMM_CASE(cold_ranges_move_and_come_back),
+      EVMM_CASE(compaction_keeps_blocks_and_makes_few_segments),
+      EVMM_CASE(a_region_that_is_backed_already_is_used),
+      EVMM_CASE(the_first_call_that_differs_is_named),
+      EVMM_CASE(every_call_is_compared_when_asked_for),
+      EVMM_CASE(options_that_differ_are_refused),
+  };
+#undef EVMM_CASE
+  return all;
+}
+
+}  // namespace evmm::test
