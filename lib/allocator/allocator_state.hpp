@@ -48,8 +48,12 @@ struct caching_allocator::state {
     return find_arena(stream, kind);
   }
   arena& find_arena(native_stream stream, size_class kind);
-  /// What allocate() does when no recent block has the size; `from` is locked.
-  void* allocate_slowly(arena& from, std::size_t size, std::size_t bytes);
+  /// A free block of `from`, which is locked, made live; null when there is none. Lets go of the
+  /// lock when it throws.
+  block* find_free(arena& from, std::size_t size);
+  /// The rest of allocate() where a free block was found and more than the books wants to know of
+  /// it, or where none was; lets go of `from`, which is locked.
+  void* allocate_slowly(arena& from, block* found, std::size_t size, std::size_t bytes);
   /// What free() does with a block that other streams used; its arena is locked.
   void defer(arena& owner, block& freed, std::unique_lock<spin_lock>& held);
   /// Frees with no lock held; throws for what is not a live allocation.

@@ -4,31 +4,21 @@
 #include <algorithm>
 #include <bit>
 #include <cstdlib>
+#include <utility>
 
 namespace evmm {
 
 namespace {
-/// Small blocks are merged when nothing fits or when this many have gathered: they are many, and
-/// what they waste is little. A large one goes back to the place it came from only when it is
-/// wanted again at once: others would settle where they do not fit best.
-constexpr std::size_t most_recent_small = 512;
-constexpr std::size_t most_recent_large = 1;
 constexpr std::size_t records_at_once = 32;
 }  // namespace
 
 arena::arena(pool_record& pool, native_stream stream, size_class kind, ledger_account& account,
              const size_rules& rules, const std::atomic<std::uint64_t>& clock)
-    : most_recent_(kind == size_class::small ? most_recent_small : most_recent_large),
-      account_(account),
-      pool_(pool),
-      stream_(stream),
-      kind_(kind),
-      rules_(rules),
-      clock_(clock) {}
+    : kind_(kind), account_(account), pool_(pool), stream_(stream), rules_(rules), clock_(clock) {}
 
 // --- records -----------------------------------------------------------------------------------
 
-void arena::reserve(std::size_t more) {
+void arena::make_room(std::size_t more) {
   table_.reserve(more);
   while (spare_count_ < more) {
     records_.push_back(std::make_unique<block[]>(records_at_once));
@@ -134,13 +124,21 @@ void arena::vacate(block* freed, block_use as) noexcept {
   insert_run(first, bytes, largest);
 }
 
-block* arena::occupy(block* free, address at, std::size_t bytes, block_use as) noexcept {
-  block* const first = first_of_run(free);
+block* arena::occupy(block* first, block* free, address at, std::size_t bytes,
+                     block_use as) noexcept {
   const address end = first->at + first->run_bytes;
   runs_.erase(first);
+  free_bytes_ -= bytes;
+  if (at == first->at && end == free->at + free->bytes) {  // as most are: one block, cut in front
+    if (free->bytes > bytes) {
+      block* const rest = cut(free, bytes);
+      insert_run(rest, rest->bytes, rest->bytes);
+    }
+    free->use = as;
+    return free;
+  }
   block* const taken = part_of(free, at, bytes);
   taken->use = as;
-  free_bytes_ -= bytes;
   if (taken != first) insert_run(first, at - first->at, largest_free(first));
   if (at + bytes < end) insert_run(taken->after, end - at - bytes, largest_free(taken->after));
   return taken;
@@ -162,6 +160,11 @@ void arena::merge(recent_list& list) noexcept {
 }
 
 void arena::merge_recent() noexcept {
+  if (last_ != nullptr) {
+    vacate(std::exchange(last_, nullptr), block_use::free);
+    --recent_count_;
+    return;
+  }
   for (; recent_used_ != 0; recent_used_ &= recent_used_ - 1) {
     merge(recent_[static_cast<std::size_t>(std::countr_zero(recent_used_))]);
   }
@@ -171,12 +174,13 @@ void arena::merge_recent() noexcept {
 
 block* arena::take_free(std::size_t bytes, bool whole) {
   reserve(1);
-  block* found = kind_ == size_class::small ? runs_.best_fit(bytes) : nullptr;
-  if (found == nullptr) {
+  block* run = kind_ == size_class::small ? runs_.best_fit(bytes) : nullptr;
+  if (run == nullptr) {
     merge_recent();
-    found = runs_.best_fit(bytes);
+    run = runs_.best_fit(bytes);
   }
-  if (found == nullptr) return nullptr;
+  if (run == nullptr) return nullptr;
+  block* found = run;
   while (found->use != block_use::free || found->bytes < bytes) found = found->after;
   if (found->bytes > rules_.largest_fit(bytes, found->in->expandable())) {
     return nullptr;
@@ -184,7 +188,7 @@ block* arena::take_free(std::size_t bytes, bool whole) {
   if (whole || !rules_.splits(kind_, found->bytes, bytes, found->in->expandable())) {
     bytes = found->bytes;
   }
-  return occupy(found, found->at, bytes, block_use::allocated);
+  return occupy(run, found, found->at, bytes, block_use::allocated);
 }
 
 block* arena::take_at(address at, std::size_t bytes, const block* near) {

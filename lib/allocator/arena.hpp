@@ -36,8 +36,9 @@ struct segment_record {
 /// The blocks of one pool, stream and size class: splitting, merging, best fit.
 ///
 /// A freed block first becomes `recent`: found again by its exact size, without touching its
-/// neighbours or any index. Recent blocks are merged when a request finds none of its size, so a
-/// program that repeats itself pays for splitting and merging once.
+/// neighbours or any index. Small ones are merged when nothing fits or when many have gathered:
+/// they are many, and what they waste is little. Of large ones the last alone is recent, and is
+/// merged when it is not wanted again at once: others would settle where they do not fit best.
 ///
 /// The best fit is sought among the runs of free addresses, holes included, so that where a block
 /// lies depends little on where memory happens to be: a program that repeats itself finds its
@@ -62,10 +63,16 @@ class alignas(128) arena {
 
   /// A live block of `bytes` that was freed a moment ago; null when there is none.
   block* take_recent(std::size_t bytes) noexcept {
-    recent_list& list = recent_[slot_of(bytes)];
-    if (list.bytes != bytes || list.head == nullptr) return nullptr;
-    block* const found = list.head;
-    list.head = found->left;
+    block* found = last_;
+    if (kind_ == size_class::large) {
+      if (found == nullptr || found->bytes != bytes) return nullptr;
+      last_ = nullptr;
+    } else {
+      recent_list& list = recent_[slot_of(bytes)];
+      found = list.head;
+      if (list.bytes != bytes || found == nullptr) return nullptr;
+      list.head = found->left;
+    }
     --recent_count_;
     found->use = block_use::allocated;
     return found;
@@ -78,19 +85,24 @@ class alignas(128) arena {
   block* take_at(address at, std::size_t bytes, const block* near = nullptr);
   /// A live or pending block is over: it becomes recent.
   void put(block* freed) noexcept {
-    if (recent_count_ >= most_recent_) merge_recent();
-    const std::size_t slot = slot_of(freed->bytes);
-    recent_list& list = recent_[slot];
-    recent_used_ |= std::uint64_t{1} << slot;
-    if (list.bytes != freed->bytes) {
-      if (list.head != nullptr) merge(list);
-      list.bytes = freed->bytes;
-    }
     freed->use = block_use::recent;
     freed->requested = 0;
     freed->freed_at = now();
-    freed->left = list.head;
-    list.head = freed;
+    if (kind_ == size_class::large) {
+      if (last_ != nullptr) merge_recent();
+      last_ = freed;
+    } else {
+      if (recent_count_ >= most_recent) merge_recent();
+      const std::size_t slot = slot_of(freed->bytes);
+      recent_list& list = recent_[slot];
+      recent_used_ |= std::uint64_t{1} << slot;
+      if (list.bytes != freed->bytes) {
+        if (list.head != nullptr) merge(list);
+        list.bytes = freed->bytes;
+      }
+      freed->left = list.head;
+      list.head = freed;
+    }
     ++recent_count_;
   }
   /// Merges every recent block with its free neighbours.
@@ -103,7 +115,9 @@ class alignas(128) arena {
   // --- memory (under guard()) -----------------------------------------------------------------
 
   /// Room for the records of `more` blocks, so that what follows cannot fail.
-  void reserve(std::size_t more);
+  void reserve(std::size_t more) {
+    if (spare_count_ < more || !table_.has_room(more)) make_room(more);
+  }
   /// A new segment is one free block, or one hole. Needs reserve(1).
   void add(segment_record& segment, block_use as) noexcept;
   /// Whether the segment is one free block.
@@ -118,7 +132,9 @@ class alignas(128) arena {
   void strip(block* free, address at, std::size_t bytes) noexcept;
 
   /// Takes [at, at + bytes), which lies in a free block, out of its run. Needs reserve(2).
-  block* occupy(block* free, address at, std::size_t bytes, block_use as) noexcept;
+  block* occupy(block* free, address at, std::size_t bytes, block_use as) noexcept {
+    return occupy(first_of_run(free), free, at, bytes, as);
+  }
   /// A block becomes free or a hole and joins the run of its free neighbours.
   void vacate(block* freed, block_use as) noexcept;
 
@@ -155,6 +171,7 @@ class alignas(128) arena {
     block* head = nullptr;
   };
   static constexpr int recent_bits = 6;
+  static constexpr std::size_t most_recent = 512;
   static std::size_t slot_of(std::size_t bytes) noexcept {
     return static_cast<std::size_t>(((bytes >> 9) * 0x9e3779b97f4a7c15u) >> (64 - recent_bits));
   }
@@ -162,6 +179,7 @@ class alignas(128) arena {
   std::uint32_t now() const noexcept {
     return static_cast<std::uint32_t>(clock_.load(std::memory_order_relaxed));
   }
+  void make_room(std::size_t more);
   block* new_record() noexcept;
   void drop_record(block* gone) noexcept;
   /// Cuts `bytes` off the front of a block; returns the rest, of the same use.
@@ -177,15 +195,18 @@ class alignas(128) arena {
     while (part->before != nullptr && part->before->vacant()) part = part->before;
     return part;
   }
+  /// occupy() where the run is known.
+  block* occupy(block* first, block* free, address at, std::size_t bytes, block_use as) noexcept;
   /// Bytes of the largest free block of a run.
   static std::size_t largest_free(const block* run) noexcept;
   void insert_run(block* first, std::size_t bytes, std::size_t largest) noexcept;
   /// Memory has come or gone in the run that `part` lies in.
   void memory_changed(block* part) noexcept;
 
+  size_class kind_;
+  block* last_ = nullptr;  ///< large: the recent block
   std::size_t recent_count_ = 0;
-  std::size_t most_recent_;
-  std::uint64_t recent_used_ = 0;  ///< which lists may have blocks
+  std::uint64_t recent_used_ = 0;  ///< small: which lists may have blocks
   std::array<recent_list, std::size_t{1} << recent_bits> recent_{};
   ledger_account& account_;
   block_table table_;
@@ -197,7 +218,6 @@ class alignas(128) arena {
 
   pool_record& pool_;
   native_stream stream_;
-  size_class kind_;
   const size_rules& rules_;
   const std::atomic<std::uint64_t>& clock_;
 };

@@ -10,7 +10,7 @@ namespace evmm {
 void block_table::grow(std::size_t least) {
   const std::size_t size = std::bit_ceil(std::max<std::size_t>(least, 64));
   auto old = std::exchange(slots_, std::make_unique<entry[]>(size));
-  const std::size_t before = old ? mask_ + 1 : 0;
+  const std::size_t before = std::exchange(capacity_, size);
   mask_ = size - 1;
   shift_ = 64 - std::countr_zero(size);
   count_ = 0;

@@ -8,7 +8,8 @@
 
 namespace [[gnu::visibility("default")]] evmm {
 
-/// The blocks of an arena by the address they begin at. Open addressing; the records hold the keys.
+/// The blocks of an arena by the address they begin at. Open addressing, a quarter full at most: a
+/// probe that is not the last costs more than the memory, since it cannot be foretold.
 class block_table {
  public:
   block* find(address at) const noexcept {
@@ -21,8 +22,9 @@ class block_table {
   }
   /// Room for `more` blocks, so that insert() cannot fail.
   void reserve(std::size_t more) {
-    if ((count_ + more) * 2 > capacity()) grow((count_ + more) * 2);
+    if (!has_room(more)) grow((count_ + more) * 4);
   }
+  bool has_room(std::size_t more) const noexcept { return (count_ + more) * 4 <= capacity_; }
   void insert(block* added) noexcept;
   void erase(address at) noexcept;
 
@@ -31,7 +33,6 @@ class block_table {
     address at = 0;
     block* what = nullptr;
   };
-  std::size_t capacity() const noexcept { return slots_ ? mask_ + 1 : 0; }
   std::size_t slot_of(address at) const noexcept {
     return static_cast<std::size_t>(((at >> 9) * 0x9e3779b97f4a7c15u) >> shift_);
   }
@@ -39,6 +40,7 @@ class block_table {
 
   std::unique_ptr<entry[]> slots_;
   std::size_t mask_ = 0;
+  std::size_t capacity_ = 0;
   std::size_t count_ = 0;
   int shift_ = 63;
 };

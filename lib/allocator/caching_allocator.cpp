@@ -189,7 +189,7 @@ void* caching_allocator::state::hand_out(arena& from, block& taken, std::size_t 
   return reinterpret_cast<void*>(at);
 }
 
-void* caching_allocator::state::allocate_slowly(arena& from, std::size_t size, std::size_t bytes) {
+block* caching_allocator::state::find_free(arena& from, std::size_t size) {
   std::unique_lock held(from.guard(), std::adopt_lock);
   block* found = nullptr;
   if (from.deferred) {
@@ -197,6 +197,13 @@ void* caching_allocator::state::allocate_slowly(arena& from, std::size_t size, s
     found = from.take_recent(size);
   }
   if (found == nullptr) found = from.take_free(size, from.pool().options.no_split);
+  held.release();
+  return found;
+}
+
+void* caching_allocator::state::allocate_slowly(arena& from, block* found, std::size_t size,
+                                                std::size_t bytes) {
+  std::unique_lock held(from.guard(), std::adopt_lock);
   if (found != nullptr) return hand_out(from, *found, bytes, held);
   held.unlock();
   const taken served = request(from, size, bytes, held);
@@ -214,14 +221,12 @@ void* caching_allocator::allocate(std::size_t bytes, native_stream stream) {
   const std::size_t size = s.rules.round(bytes);
   arena& from = s.arena_for(stream, s.rules.class_of(size));
   from.guard().lock();
-  block* const found = from.take_recent(size);
-  if (found == nullptr || s.happened.wanted() || s.rules.oversize(size)) [[unlikely]] {
-    if (found == nullptr) return s.allocate_slowly(from, size, bytes);
-    std::unique_lock held(from.guard(), std::adopt_lock);
-    return s.hand_out(from, *found, bytes, held);
-  }
+  block* found = from.take_recent(size);
+  if (found == nullptr) found = s.find_free(from, size);
+  if (found == nullptr || s.happened.wanted() || s.rules.oversize(found->bytes)) [[unlikely]]
+    return s.allocate_slowly(from, found, size, bytes);
   found->requested = bytes;
-  const bool at_peak = from.account().allocate(from.kind(), size, bytes);
+  const bool at_peak = from.account().allocate(from.kind(), found->bytes, bytes);
   const address at = found->at;
   from.guard().unlock();
   if (at_peak) [[unlikely]]

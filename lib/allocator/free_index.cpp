@@ -5,21 +5,10 @@
 
 namespace evmm {
 
-std::size_t free_index::next_used(std::size_t first) const noexcept {
-  if (first >= bins) return bins;
-  std::size_t word = first / 64;
-  std::uint64_t bits = used_[word] & (~std::uint64_t{0} << (first % 64));
-  while (bits == 0) {
-    if (++word == used_.size()) return bins;
-    bits = used_[word];
-  }
-  return word * 64 + static_cast<std::size_t>(std::countr_zero(bits));
-}
-
 // A bound may be too high for a while: what leaves a tree does not lower those above it.
 
 void free_index::plant(block* added) noexcept {
-  const std::size_t bin = bin_of(added->run_bytes);
+  const std::size_t bin = added->bin;
   block** link = &roots_[bin];
   const std::uint64_t own = priority(added);
   while (*link != nullptr && priority(*link) >= own) {
@@ -44,7 +33,7 @@ void free_index::plant(block* added) noexcept {
 }
 
 void free_index::uproot(block* gone) noexcept {
-  const std::size_t bin = bin_of(gone->run_bytes);
+  const std::size_t bin = gone->bin;
   block** link = &roots_[bin];
   if (found_ != nullptr && *found_ == gone) link = found_;
   while (*link != gone) link = less(gone, *link) ? &(*link)->left : &(*link)->right;
@@ -83,13 +72,17 @@ block** free_index::first_with(block** root, std::size_t bytes) noexcept {
 }
 
 block* free_index::best_fit(std::size_t bytes) noexcept {
-  block* const last = last_ != nullptr && last_->run_free >= bytes ? last_ : nullptr;
-  const std::size_t end = last != nullptr ? bin_of(last->run_bytes) + 1 : bins;
-  for (std::size_t bin = next_used(bin_of(bytes)); bin < end; bin = next_used(bin + 1)) {
-    found_ = first_with(&roots_[bin], bytes);
-    if (found_ != nullptr) return last != nullptr && less(last, *found_) ? last : *found_;
-  }
-  return last;
+  block* best = last_ != nullptr && last_->run_free >= bytes ? last_ : nullptr;
+  visit_bins(bin_of(bytes), [&](std::size_t bin) {
+    if (best != nullptr && bin > best->bin) return true;
+    if (roots_[bin]->most_free < bytes) return false;
+    block** const link = first_with(&roots_[bin], bytes);
+    if (link == nullptr) return false;
+    found_ = link;
+    if (best == nullptr || less(*link, best)) best = *link;
+    return true;
+  });
+  return best;
 }
 
 bool free_index::sound() const noexcept {

@@ -25,6 +25,7 @@ class free_index {
  public:
   /// `run_bytes` and `run_free` are set, and stay until it is erased.
   void insert(block* added) noexcept {
+    added->bin = static_cast<std::uint16_t>(bin_of(added->run_bytes));
     if (last_ != nullptr) plant(last_);
     last_ = added;
     ++count_;
@@ -52,8 +53,9 @@ class free_index {
       if (apart != nullptr && less(apart, run) && visit(std::exchange(apart, nullptr))) return true;
       return visit(run);
     };
-    for (std::size_t bin = next_used(bin_of(bytes)); bin < bins; bin = next_used(bin + 1)) {
-      if (walk(roots_[bin], bytes, in_order)) return;
+    if (visit_bins(bin_of(bytes),
+                   [&](std::size_t bin) { return walk(roots_[bin], bytes, in_order); })) {
+      return;
     }
     if (apart != nullptr) visit(apart);
   }
@@ -78,8 +80,19 @@ class free_index {
   /// Where the first run below `root` with a free block of `bytes`, more than none, hangs; null
   /// when there is none. Tightens bounds that had it look in vain.
   static block** first_with(block** root, std::size_t bytes) noexcept;
-  /// The next bin in use from `first` on; bins when there is none.
-  std::size_t next_used(std::size_t first) const noexcept;
+  /// Calls `visit(bin)` for each bin in use from `first` on until it returns true; whether it did.
+  template <class Visit>
+  bool visit_bins(std::size_t first, Visit&& visit) const {
+    std::size_t word = first / 64;
+    std::uint64_t bits = used_[word] & (~std::uint64_t{0} << (first % 64));
+    for (;;) {
+      for (; bits != 0; bits &= bits - 1) {
+        if (visit(word * 64 + static_cast<std::size_t>(std::countr_zero(bits)))) return true;
+      }
+      if (++word == used_.size()) return false;
+      bits = used_[word];
+    }
+  }
   template <class Visit>
   static bool walk(block* root, std::size_t bytes, const Visit& visit) {
     if (root == nullptr) return false;

@@ -6,7 +6,6 @@
 #include <evmm/units.hpp>
 
 #include <bit>
-#include <limits>
 
 namespace evmm {
 
@@ -32,24 +31,6 @@ std::size_t size_rules::segment_bytes(std::size_t block_bytes) const noexcept {
   if (block_bytes <= now.small_limit) return now.small_segment;
   if (block_bytes < now.min_large) return now.large_segment;
   return round_up(block_bytes, now.small_segment);
-}
-
-bool size_rules::splits(size_class kind, std::size_t bytes, std::size_t taken,
-                        bool expandable) const noexcept {
-  const allocator_options& now = options_.now();
-  const std::size_t rest = bytes - taken;
-  if (kind == size_class::small || expandable) return rest >= now.min_block;
-  if (now.max_split_size && taken >= *now.max_split_size) return false;
-  return rest > now.small_limit;
-}
-
-std::size_t size_rules::largest_fit(std::size_t wanted, bool expandable) const noexcept {
-  const allocator_options& now = options_.now();
-  constexpr std::size_t any = std::numeric_limits<std::size_t>::max();
-  if (expandable || !now.max_split_size) return any;
-  if (wanted < *now.max_split_size) return *now.max_split_size - 1;
-  const std::size_t slack = now.max_non_split_rounding.value_or(now.large_segment);
-  return wanted > any - slack ? any : wanted + slack - 1;
 }
 
 }  // namespace evmm

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 namespace [[gnu::visibility("default")]] evmm {
 
@@ -31,10 +32,23 @@ class size_rules {
   std::size_t segment_bytes(std::size_t block_bytes) const noexcept;
   /// Whether a free block of `bytes` gives up what is left of it after `taken`.
   bool splits(size_class kind, std::size_t bytes, std::size_t taken,
-              bool expandable) const noexcept;
+              bool expandable) const noexcept {
+    const allocator_options& now = options_.now();
+    const std::size_t rest = bytes - taken;
+    if (kind == size_class::small || expandable) return rest >= now.min_block;
+    if (now.max_split_size && taken >= *now.max_split_size) return false;
+    return rest > now.small_limit;
+  }
   /// The largest free block that may serve a request of `wanted`. Where segments expand there is
   /// no limit: their blocks can always be split.
-  std::size_t largest_fit(std::size_t wanted, bool expandable) const noexcept;
+  std::size_t largest_fit(std::size_t wanted, bool expandable) const noexcept {
+    const allocator_options& now = options_.now();
+    constexpr std::size_t any = std::numeric_limits<std::size_t>::max();
+    if (expandable || !now.max_split_size) return any;
+    if (wanted < *now.max_split_size) return *now.max_split_size - 1;
+    const std::size_t slack = now.max_non_split_rounding.value_or(now.large_segment);
+    return wanted > any - slack ? any : wanted + slack - 1;
+  }
   /// Whether a block counts as oversize (max_split_size).
   bool oversize(std::size_t bytes) const noexcept {
     const auto& limit = options_.now().max_split_size;
