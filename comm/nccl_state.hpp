@@ -30,6 +30,8 @@ struct nccl_communicator::state {
   void close();
   /// Throws invalid_argument after close(), peer_error when it is broken.
   void check_usable() const;
+  /// Throws invalid_argument while anything is registered on it.
+  void check_bare() const;
   std::string why_not(nccl_ability ability) const;
   /// Throws unsupported, with the version needed, when it lacks the ability for `wanted`.
   void require(nccl_ability ability, std::string_view wanted) const;
@@ -39,17 +41,25 @@ struct nccl_communicator::state {
   void settle(std::string_view doing) const;
   /// Polls, by the same deadline.
   void wait_until(std::string_view doing, const std::function<bool()>& done) const;
-  /// The same for what does not survive a failure: breaks the communicator.
-  template <class Call>
-  void collective_call(std::string_view doing, Call&& make) {
+  /// What the communicator does not survive when it fails: that breaks it.
+  template <class Step>
+  void or_break(Step&& step) {
     try {
-      call(doing, make());
-      settle(doing);
+      step();
     } catch (const std::exception& failure) {
       break_off(failure.what());
       throw;
     }
   }
+  template <class Call>
+  void collective_call(std::string_view doing, Call&& make) {
+    or_break([&] {
+      call(doing, make());
+      settle(doing);
+    });
+  }
+  /// Sums float32 over all ranks in place, and waits until the stream is past it. Collective.
+  void all_reduce(std::string_view doing, address at, std::size_t count, native_stream stream);
   /// From now on every use throws. One that is ours is aborted, with all that is registered.
   void break_off(const char* why);
   void abort() noexcept;
