@@ -312,6 +312,9 @@ const std::string& nccl_communicator::library() const noexcept {
 std::string nccl_communicator::why_not(nccl_ability ability) const {
   return state_->why_not(ability);
 }
+std::vector<nccl_finding> nccl_communicator::probe() {
+  return state_->probe();
+}
 std::size_t nccl_communicator::window_bytes() const noexcept {
   return state_->window_bytes;
 }

@@ -14,6 +14,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace evmm {
 
@@ -33,6 +34,8 @@ struct nccl_communicator::state {
   /// Throws invalid_argument while anything is registered on it.
   void check_bare() const;
   std::string why_not(nccl_ability ability) const;
+  /// Why the loaded NCCL does not even claim to have it, by its version, symbols and environment.
+  std::string why_not_claimed(nccl_ability ability) const;
   /// Throws unsupported, with the version needed, when it lacks the ability for `wanted`.
   void require(nccl_ability ability, std::string_view wanted) const;
 
@@ -68,6 +71,8 @@ struct nccl_communicator::state {
   /// The first collective, before which NCCL shall register nothing. Collective; later calls do
   /// nothing.
   void warm_up();
+  /// As nccl_communicator's.
+  std::vector<nccl_finding> probe();
 
   /// Registers [base, base + bytes), which takes `taken` of the addresses for windows. Collective.
   ncclWindow_vidmem* register_window(address base, std::size_t bytes, std::size_t taken, int flags);
@@ -92,7 +97,8 @@ struct nccl_communicator::state {
   std::string broken_by = {};
   std::size_t window_bytes = 0;
   std::size_t taken_bytes = 0;
-  std::size_t registered = 0;  ///< windows, buffers and device communicators
+  std::size_t registered = 0;             ///< windows, buffers and device communicators
+  std::vector<nccl_finding> probed = {};  ///< by the latest probe()
   /// Where NCCL writes windows, perhaps later than a step was given up.
   std::list<ncclWindow_vidmem*> slots;
   /// What else it writes to.
