@@ -203,19 +203,28 @@ void bootstrap::agree(std::exception_ptr mine, std::string_view step) {
     }
     throw;
   }
-  std::vector<int> failed;
+  std::optional<wire_error> told;
+  int others = -1;
   for (int r = 0; r < size_; ++r) {
-    if (!verdicts[static_cast<std::size_t>(r)].empty()) failed.push_back(r);
+    const byte_vector& verdict = verdicts[static_cast<std::size_t>(r)];
+    if (verdict.empty()) continue;
+    ++others;
+    wire_reader in(verdict, fmt::format("rank {}", r));
+    auto failure = get_error(in);
+    // A rank that waited in vain tells nothing of what kept the other.
+    if (told && (told->category != error_category::timed_out ||
+                 failure.category == error_category::timed_out)) {
+      continue;
+    }
+    failure.info.message = fmt::format("rank {}: {}", r, failure.info.message);
+    told = std::move(failure);
   }
-  if (failed.empty()) return;
-  wire_reader in(verdicts[static_cast<std::size_t>(failed[0])], fmt::format("rank {}", failed[0]));
-  auto first = get_error(in);
-  first.info.message = fmt::format("rank {}: {}", failed[0], first.info.message);
-  if (const auto others = failed.size() - 1; others > 0) {
-    first.info.message +=
+  if (!told) return;
+  if (others > 0) {
+    told->info.message +=
         fmt::format(" (and {} more rank{} failed)", others, others > 1 ? "s" : "");
   }
-  throw_error(first.category, std::move(first.info));
+  throw_error(told->category, std::move(told->info));
 }
 
 std::shared_ptr<node_link> bootstrap::make_link() {

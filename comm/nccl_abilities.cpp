@@ -52,6 +52,15 @@ int nccl_version_with(nccl_ability ability) noexcept {
 }
 
 std::string nccl_communicator::state::why_not(nccl_ability ability) const {
+  std::string why = why_not_claimed(ability);
+  if (!why.empty()) return why;
+  for (const nccl_finding& each : probed) {
+    if (each.ability == ability) return each.why_not;
+  }
+  return {};
+}
+
+std::string nccl_communicator::state::why_not_claimed(nccl_ability ability) const {
   const int needed = nccl_version_with(ability);
   if (version < needed) {
     return fmt::format("NCCL {} ({}) has no {}; {} has", nccl_version_text(version), library,
@@ -92,15 +101,19 @@ std::string nccl_communicator::state::why_not(nccl_ability ability) const {
 }
 
 void nccl_communicator::state::require(nccl_ability ability, std::string_view wanted) const {
-  std::string why = why_not(ability);
+  const std::string why = why_not(ability);
   if (why.empty()) return;
   const int needed = nccl_version_with(ability);
-  throw unsupported(
-      fmt::format("{}: {}", wanted, why),
-      version < needed
-          ? fmt::format("use NCCL {} or later; EVMM_NCCL_LIBRARY or LD_LIBRARY_PATH picks another",
-                        nccl_version_text(needed))
-          : "unset the variable before the process's first communicator, or use another build");
+  std::string help =
+      "unset the variable before the process's first communicator, or use another "
+      "build";
+  if (version < needed) {
+    help = fmt::format("use NCCL {} or later; EVMM_NCCL_LIBRARY or LD_LIBRARY_PATH picks another",
+                       nccl_version_text(needed));
+  } else if (why_not_claimed(ability).empty()) {
+    help = "NCCL_DEBUG=WARN makes NCCL say more; a new probe() finds out whether it is mended";
+  }
+  throw unsupported(fmt::format("{}: {}", wanted, why), help);
 }
 
 }  // namespace evmm

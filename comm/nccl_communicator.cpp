@@ -138,6 +138,13 @@ void nccl_communicator::state::check_usable() const {
   }
 }
 
+void nccl_communicator::state::check_bare() const {
+  if (registered == 0) return;
+  throw invalid_argument(fmt::format("{} window{} or buffers are still on the communicator",
+                                     registered, registered > 1 ? "s" : ""),
+                         "destroy them first, on all ranks");
+}
+
 void nccl_communicator::state::find_window_bytes(std::size_t wanted) {
   struct offer {
     std::size_t memory, stride, wanted;
@@ -224,11 +231,7 @@ void nccl_communicator::state::adopt(ncclComm* theirs) {
 void nccl_communicator::state::close() {
   if (closed) return;
   agree_on(*ranks, "nccl_communicator: close", [&] {
-    if (registered > 0) {
-      throw invalid_argument(fmt::format("{} window{} or buffers are still on the communicator",
-                                         registered, registered > 1 ? "s" : ""),
-                             "destroy them first, on all ranks");
-    }
+    check_bare();
     if (!ours) return;
     check_usable();
     collective_call("ncclCommFinalize", [&] { return api.comm_finalize(comm); });
@@ -236,6 +239,16 @@ void nccl_communicator::state::close() {
     comm = nullptr;
   });
   closed = true;
+}
+
+void nccl_communicator::state::all_reduce(std::string_view doing, address at, std::size_t count,
+                                          native_stream stream) {
+  auto* const words = reinterpret_cast<void*>(at);
+  const device_scope current(*on, device);
+  collective_call(doing, [&] {
+    return api.all_reduce(words, words, count, nccl_float32, nccl_sum, comm, stream);
+  });
+  or_break([&] { wait_until(doing, [&] { return on->idle(stream); }); });
 }
 
 void nccl_communicator::state::warm_up() {
@@ -248,14 +261,10 @@ void nccl_communicator::state::warm_up() {
   };
   try {
     const device_scope current(*on, device);
-    at = on->allocate_async(device, sizeof(int), stream);
-    on->fill(at, std::byte{0}, sizeof(int), stream);
+    at = on->allocate_async(device, sizeof(float), stream);
+    on->fill(at, std::byte{0}, sizeof(float), stream);
     on->synchronize(stream);
-    auto* const word = reinterpret_cast<void*>(at);
-    constexpr const char* k_doing = "the first ncclAllReduce";
-    collective_call(
-        k_doing, [&] { return api.all_reduce(word, word, 1, nccl_int32, nccl_sum, comm, stream); });
-    wait_until(k_doing, [&] { return on->idle(stream); });
+    all_reduce("the first ncclAllReduce", at, 1, stream);
   } catch (...) {
     clean_up();
     throw;
@@ -302,6 +311,9 @@ const std::string& nccl_communicator::library() const noexcept {
 }
 std::string nccl_communicator::why_not(nccl_ability ability) const {
   return state_->why_not(ability);
+}
+std::vector<nccl_finding> nccl_communicator::probe() {
+  return state_->probe();
 }
 std::size_t nccl_communicator::window_bytes() const noexcept {
   return state_->window_bytes;

@@ -42,7 +42,7 @@ struct nccl_config {
 inline constexpr int nccl_window_default = 0;    // NCCL_WIN_DEFAULT
 inline constexpr int nccl_window_symmetric = 1;  // NCCL_WIN_COLL_SYMMETRIC
 inline constexpr int nccl_int8 = 0;              // ncclInt8
-inline constexpr int nccl_int32 = 2;             // ncclInt32
+inline constexpr int nccl_float32 = 7;           // ncclFloat32
 inline constexpr int nccl_sum = 0;               // ncclSum
 inline constexpr std::size_t nccl_window_alignment = 4096;
 

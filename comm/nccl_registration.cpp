@@ -42,12 +42,7 @@ void nccl_communicator::state::deregister_window(ncclWindow_vidmem* window, std:
   taken_bytes -= taken;
   --registered;
   if (!can_deregister("ncclCommWindowDeregister")) return;
-  try {
-    call("ncclCommWindowDeregister", api.window_deregister(comm, window));
-  } catch (const std::exception& failure) {
-    break_off(failure.what());
-    throw;
-  }
+  or_break([&] { call("ncclCommWindowDeregister", api.window_deregister(comm, window)); });
 }
 
 void* nccl_communicator::state::register_buffer(address base, std::size_t bytes) {

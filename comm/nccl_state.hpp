@@ -14,6 +14,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace evmm {
 
@@ -30,7 +31,11 @@ struct nccl_communicator::state {
   void close();
   /// Throws invalid_argument after close(), peer_error when it is broken.
   void check_usable() const;
+  /// Throws invalid_argument while anything is registered on it.
+  void check_bare() const;
   std::string why_not(nccl_ability ability) const;
+  /// Why the loaded NCCL does not even claim to have it, by its version, symbols and environment.
+  std::string why_not_claimed(nccl_ability ability) const;
   /// Throws unsupported, with the version needed, when it lacks the ability for `wanted`.
   void require(nccl_ability ability, std::string_view wanted) const;
 
@@ -39,17 +44,25 @@ struct nccl_communicator::state {
   void settle(std::string_view doing) const;
   /// Polls, by the same deadline.
   void wait_until(std::string_view doing, const std::function<bool()>& done) const;
-  /// The same for what does not survive a failure: breaks the communicator.
-  template <class Call>
-  void collective_call(std::string_view doing, Call&& make) {
+  /// What the communicator does not survive when it fails: that breaks it.
+  template <class Step>
+  void or_break(Step&& step) {
     try {
-      call(doing, make());
-      settle(doing);
+      step();
     } catch (const std::exception& failure) {
       break_off(failure.what());
       throw;
     }
   }
+  template <class Call>
+  void collective_call(std::string_view doing, Call&& make) {
+    or_break([&] {
+      call(doing, make());
+      settle(doing);
+    });
+  }
+  /// Sums float32 over all ranks in place, and waits until the stream is past it. Collective.
+  void all_reduce(std::string_view doing, address at, std::size_t count, native_stream stream);
   /// From now on every use throws. One that is ours is aborted, with all that is registered.
   void break_off(const char* why);
   void abort() noexcept;
@@ -58,6 +71,8 @@ struct nccl_communicator::state {
   /// The first collective, before which NCCL shall register nothing. Collective; later calls do
   /// nothing.
   void warm_up();
+  /// As nccl_communicator's.
+  std::vector<nccl_finding> probe();
 
   /// Registers [base, base + bytes), which takes `taken` of the addresses for windows. Collective.
   ncclWindow_vidmem* register_window(address base, std::size_t bytes, std::size_t taken, int flags);
@@ -82,7 +97,8 @@ struct nccl_communicator::state {
   std::string broken_by = {};
   std::size_t window_bytes = 0;
   std::size_t taken_bytes = 0;
-  std::size_t registered = 0;  ///< windows, buffers and device communicators
+  std::size_t registered = 0;             ///< windows, buffers and device communicators
+  std::vector<nccl_finding> probed = {};  ///< by the latest probe()
   /// Where NCCL writes windows, perhaps later than a step was given up.
   std::list<ncclWindow_vidmem*> slots;
   /// What else it writes to.

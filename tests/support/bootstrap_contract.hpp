@@ -80,6 +80,15 @@ inline void check_agreement(bootstrap& ranks) {
                                    : " (and " + std::to_string(last) + " more ranks failed)";
     EXPECT_EQ(failure.message(), "rank 0: surprise" + others);
   }
+  // All fail, but only one by itself: who waited for it in vain does not speak for all.
+  try {
+    ranks.agree(fails ? failure : std::make_exception_ptr(timed_out("waited in vain")));
+    ADD_FAILURE() << "agreed";
+  } catch (const out_of_memory& failure) {
+    EXPECT_THAT(failure.message(),
+                testing::StartsWith("rank " + std::to_string(last) + ": no room"));
+  }
+  EXPECT_THROW(ranks.agree(std::make_exception_ptr(timed_out("all in vain"))), timed_out);
   ranks.agree(nullptr);
 }
 

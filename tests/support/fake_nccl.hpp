@@ -10,22 +10,26 @@
 
 namespace evmm::test {
 
-/// What a rank does at the registration of a window that is to fail.
+/// What a rank does at the call that is to fail.
 enum class fake_failure : int {
   none,
   report,  ///< takes part, and reports an error where its peers succeed
   absent,  ///< reports an error at once: its peers wait for it
+  lie,     ///< reports success: a window covers its first handle, half of a sum is not written
 };
 
 struct fake_nccl_settings {
   int version = 22809;
   int null_windows = 0;  ///< no symmetric support: success, and a null window
   int fail_rank = -1;    ///< the rank that fails, below
-  int fail_after = 0;    ///< window registrations of that rank which still go well
-  fake_failure fail_register = fake_failure::none;
-  int fail_deregister = 0;  ///< the next deregistration of that rank fails
-  int fail_init = 0;        ///< its next communicator fails
-  int fail_device = 0;      ///< its next device communicator fails, and its peers wait for it
+  int fail_after = 0;    ///< calls of that rank and kind which still go well
+  fake_failure fail_register = fake_failure::none;  ///< of a window
+  fake_failure fail_reduce = fake_failure::none;    ///< an all-reduce
+  int fail_buffer = 0;                              ///< its next registration of a user buffer
+  int wrong_pointers = 0;                           ///< peers' addresses lead to the own memory
+  int fail_deregister = 0;                          ///< the next deregistration of that rank fails
+  int fail_init = 0;                                ///< its next communicator fails
+  int fail_device = 0;  ///< its next device communicator fails, and its peers wait for it
 };
 
 /// Of this process.

@@ -21,7 +21,7 @@ namespace evmm::test {
 class meeting {
  public:
   static constexpr std::size_t k_ranks = 8;
-  static constexpr std::size_t k_bytes = 4096;
+  static constexpr std::size_t k_bytes = 65536;
   using message = std::array<std::byte, k_bytes>;
 
   /// The file of a new meeting, to be named to the others.

@@ -10,6 +10,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdio>
 #include <string>
 
 namespace evmm::test {
@@ -114,6 +115,27 @@ void a_pin_on_one_rank_holds_the_window_on_all(const rank_context& at) {
   made.on.close();
 }
 
+void a_probe_finds_working_what_the_version_claims(const rank_context& at) {
+  nccl_communicator on(at.ranks, at.on, {.device = at.device});
+  for (const nccl_finding& each : on.probe()) {
+    const char* const name = to_string(each.ability);
+    if (at.ranks->rank() == rank_id{0}) {
+      std::printf("NCCL %d, %s: %s\n", on.version(), name,
+                  !each.works() ? each.why_not.c_str()
+                  : each.tried  ? "works"
+                                : "claimed");
+    }
+    const bool claimed = on.version() >= nccl_version_with(each.ability);
+    EXPECT_TRUE(claimed || !each.tried) << name;
+    EXPECT_TRUE(each.works() || !each.tried) << name << ": " << each.why_not;
+    if (each.ability == nccl_ability::windows || each.ability == nccl_ability::several_segments ||
+        (each.ability == nccl_ability::host_segments && at.ranks->node_count() == 1)) {
+      EXPECT_EQ(each.tried, claimed) << name << ": " << each.why_not;
+    }
+  }
+  on.close();
+}
+
 }  // namespace
 
 const std::vector<symmetric_case>& nccl_cases() {
@@ -124,6 +146,7 @@ const std::vector<symmetric_case>& nccl_cases() {
       EVMM_CASE(windows_follow_growth_migration_and_sleep),
       EVMM_CASE(host_segments_are_in_the_window_or_refused_by_version),
       EVMM_CASE(a_pin_on_one_rank_holds_the_window_on_all),
+      EVMM_CASE(a_probe_finds_working_what_the_version_claims),
   };
 #undef EVMM_CASE
   return cases;

@@ -15,6 +15,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <exception>
 #include <functional>
 #include <string>
@@ -59,14 +60,30 @@ class nccl_fixture {
   fake_nccl_counts before_ = fake_nccl_count();
 };
 
+/// That all ranks have the same text.
+inline void expect_same_text(bootstrap& ranks, const std::string& mine) {
+  for (const auto& other : ranks.all_gather(std::as_bytes(std::span{mine}), "test: same text")) {
+    EXPECT_EQ(std::string(reinterpret_cast<const char*>(other.data()), other.size()), mine);
+  }
+}
+
 /// What `call` throws: the same text on every rank.
 inline std::string thrown_by_all(bootstrap& ranks, const std::function<void()>& call) {
-  const std::string said = thrown_by(call);
-  for (const auto& other : ranks.all_gather(std::as_bytes(std::span{said}), "test: thrown")) {
-    EXPECT_EQ(std::string(reinterpret_cast<const char*>(other.data()), other.size()), said)
-        << "all ranks throw the same error";
-  }
+  std::string said = thrown_by(call);
+  expect_same_text(ranks, said);
   return said;
 }
+
+/// A variable of the environment, for a scope.
+class scoped_variable {
+ public:
+  scoped_variable(const char* name, const char* value) : name_(name) { ::setenv(name, value, 1); }
+  scoped_variable(const scoped_variable&) = delete;
+  scoped_variable& operator=(const scoped_variable&) = delete;
+  ~scoped_variable() { ::unsetenv(name_); }
+
+ private:
+  const char* name_;
+};
 
 }  // namespace evmm::test

@@ -34,7 +34,7 @@ static_assert(offsetof(nccl_config, blocking) == offsetof(ncclConfig_t, blocking
 static_assert(nccl_window_default == NCCL_WIN_DEFAULT);
 static_assert(nccl_window_symmetric == NCCL_WIN_COLL_SYMMETRIC);
 static_assert(nccl_window_alignment == NCCL_WIN_REQUIRED_ALIGNMENT);
-static_assert(nccl_int32 == ncclInt32);
+static_assert(nccl_float32 == ncclFloat32);
 static_assert(nccl_sum == ncclSum);
 
 TEST(nccl_abi, the_config_starts_as_nccls_does) {

@@ -7,7 +7,6 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
-#include <cstdlib>
 #include <string>
 
 namespace evmm::test {
@@ -16,18 +15,6 @@ namespace {
 using testing::AllOf;
 using testing::HasSubstr;
 using testing::StartsWith;
-
-/// A variable of the environment, for a scope.
-class scoped_variable {
- public:
-  scoped_variable(const char* name, const char* value) : name_(name) { ::setenv(name, value, 1); }
-  scoped_variable(const scoped_variable&) = delete;
-  scoped_variable& operator=(const scoped_variable&) = delete;
-  ~scoped_variable() { ::unsetenv(name_); }
-
- private:
-  const char* name_;
-};
 
 TEST(nccl_communicator, tells_what_was_found_and_what_it_can) {
   const nccl_fixture fake({.version = 22809});

@@ -58,9 +58,10 @@ class bootstrap {
   /// The root's bytes on every rank; what the others pass is ignored.
   std::vector<std::byte> broadcast(std::span<const std::byte> bytes, rank_id root,
                                    std::string_view step = "broadcast");
-  /// All ranks return, or all throw the same error: the one of the lowest failing rank, of its own
-  /// class, its message led by "rank N:" and by how many others failed. `mine` is this rank's
-  /// failure or null; an exception that is not an evmm::error counts as driver_error.
+  /// All ranks return, or all throw the same error: the one of the lowest failing rank (of those
+  /// that did not just time out, if there is one), of its own class, its message led by "rank N:"
+  /// and followed by how many others failed. `mine` is this rank's failure or null; an exception
+  /// that is not an evmm::error counts as driver_error.
   void agree(std::exception_ptr mine, std::string_view step = "agree");
 
   /// Typed all_gather of one trivially copyable value.

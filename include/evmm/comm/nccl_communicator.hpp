@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <memory>
 #include <string>
+#include <vector>
 
 struct ncclComm;  // ncclComm_t points to one
 
@@ -26,6 +27,14 @@ enum class nccl_ability : std::uint8_t {
 const char* to_string(nccl_ability ability) noexcept;
 /// The first version that has it: 23003 for 2.30.3.
 int nccl_version_with(nccl_ability ability) noexcept;
+
+/// What nccl_communicator::probe() found of one ability.
+struct nccl_finding {
+  nccl_ability ability{};
+  bool tried = false;        ///< false: the answer is why_not()'s alone
+  std::string why_not = {};  ///< why it does not work; empty when it does
+  bool works() const noexcept { return why_not.empty(); }
+};
 
 /// What a communicator is created with; all ranks give the same but for `device`.
 struct nccl_options {
@@ -82,8 +91,27 @@ class nccl_communicator {
   int version() const noexcept;
   /// The file that it lies in.
   const std::string& library() const noexcept;
-  /// Why the loaded NCCL, as its environment is set, lacks an ability; empty when it has it.
+  /// Why the loaded NCCL, as its environment is set, lacks an ability, or what the latest probe()
+  /// found in its way; empty when it has it.
   std::string why_not(nccl_ability ability) const;
+  /// Finds out by doing what works between these ranks, for each ability in the order of the enum
+  /// and the same on all ranks: what fails on one works on none, and the text names the rank. Each
+  /// is tried with a region of one or two of the smallest segments, on a communicator made for it
+  /// (one that does not block), and the bytes are compared: NCCL fails in silence too. A failure
+  /// takes down nothing else, what is left is tried on a new communicator, and everything is freed.
+  /// Of this communicator only why_not() changes, and with it what windows and user buffers are
+  /// refused with; the next probe() forgets that again.
+  ///
+  /// Not tried is what why_not() knows to be missing, since older versions crash or corrupt there;
+  /// and what goes by GIN, which is `gin`, `host_segments_over_network` and, with ranks on several
+  /// nodes, `host_segments`: only kernels that put to other nodes could show it, and no deadline
+  /// ends one where the network does not deliver.
+  ///
+  /// Collective; let nothing of NCCL's run meanwhile. Each step takes at most the bootstrap's
+  /// timeout. Throws invalid_argument while windows or user buffers are on this communicator, and
+  /// timed_out or peer_error where the ranks lose each other. A kernel of NCCL's that faults takes
+  /// the process's CUDA context along.
+  std::vector<nccl_finding> probe();
   /// Addresses a rank for all windows together, and how much of them windows take.
   std::size_t window_bytes() const noexcept;
   std::size_t window_bytes_taken() const noexcept;

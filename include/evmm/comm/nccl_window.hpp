@@ -59,8 +59,8 @@ class nccl_window {
 
   /// Collective. The region and the communicator are on the same bootstrap. Throws unsupported,
   /// with the version needed, for what the loaded NCCL cannot do, also where it would do it wrong
-  /// in silence; invalid_argument for a range that is no segments' or not backed, for a bootstrap
-  /// that differs, and during a capture.
+  /// in silence, and for what nccl_communicator::probe() found not to work; invalid_argument for a
+  /// range that is no segments' or not backed, for a bootstrap that differs, and during a capture.
   nccl_window(nccl_communicator& on, symmetric_region& region, const nccl_range& range = {},
               offsets used = offsets::any);
   nccl_window(nccl_window&&) noexcept;
