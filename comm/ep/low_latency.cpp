@@ -54,6 +54,13 @@ low_latency_exchange::round low_latency_exchange::state::issue(const tokens& fro
                     made.number_, set.number, waits_for(set.at)),
         "two dispatches may be under way at once");
   }
+  // Where it is not combined, the next one's rows tell that the peers are past it.
+  if (set.at == stage::received && sets[1 - index].at == stage::sent) {
+    refuse_low_latency(
+        fmt::format("dispatch {} would take the buffers of dispatch {}, which peers may still read",
+                    made.number_, set.number),
+        "combine that one, or call wait_dispatch() of the one behind it");
+  }
   native_stream sends = stream;
   if (across) {
     across->check_call(stream);

@@ -131,6 +131,15 @@ void two_low_latency_dispatches_are_under_way(const rank_context& at) {
       second.counts.back() = order;
       run_two_at_once(mine, first, second, order);
     }
+    // The first is not combined, the second not waited for.
+    low_latency::round a;
+    mine.expect_received(first, mine.exchange().dispatch(mine.upload(first), a, mine.stream()));
+    const ep::tokens from = mine.upload(second);
+    const auto b = mine.exchange().issue_dispatch(from, mine.stream());
+    EXPECT_THAT(thrown_by([&] { mine.exchange().issue_dispatch(from, mine.stream()); }),
+                HasSubstr("which peers may still read"));
+    mine.expect_received(second, mine.exchange().wait_dispatch(b, mine.stream()));
+    mine.run(first);
   }
 }
 
