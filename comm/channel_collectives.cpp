@@ -13,9 +13,11 @@
 namespace evmm {
 
 template <class Body>
-void symmetric_channel::state::whole(Body&& body) {
+void symmetric_channel::state::whole(native_stream stream, Body&& body) {
   try {
+    on.wait(stream, latest.get());
     body();
+    on.record(latest.get(), stream);
   } catch (...) {
     engine->fail(describe_error(std::current_exception()));
     throw;
@@ -58,7 +60,7 @@ void symmetric_channel::state::barrier(native_stream stream) {
   // A word from a rank of another node tells that what it put here has arrived, not what it put to
   // others. Once all have said that they have all words, that has arrived as well.
   const int turns = barrier_turns(ranks.node_count());
-  whole([&] {
+  whole(stream, [&] {
     for (int turn = 0; turn < turns; ++turn) {
       announce(word::barrier, ++barrier_words, stream, [](rank_id) { return true; });
       for (int r = 0; r < size(); ++r) {
@@ -142,7 +144,7 @@ void symmetric_channel::state::all_to_all_v(std::span<const outgoing_block> out,
   } else if (wrong != nullptr) {
     std::rethrow_exception(wrong);
   }
-  whole([&] { move_blocks(out, in, stream); });
+  whole(stream, [&] { move_blocks(out, in, stream); });
   for (int r = 0; r < size(); ++r) count(path({r}), out[static_cast<std::size_t>(r)].bytes);
 }
 

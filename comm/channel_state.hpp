@@ -3,6 +3,7 @@
 
 #include "comm/channel_engine.hpp"
 #include "comm/footprint.hpp"
+#include "lib/memory/copier.hpp"
 
 #include <evmm/comm/symmetric_channel.hpp>
 
@@ -62,9 +63,10 @@ struct symmetric_channel::state {
   /// Adds to the bytes of one path.
   void count(channel_path path, std::size_t bytes);
   /// Runs what must be done wholly or not at all: a failure breaks the channel, so that its peers
-  /// are not left with half of it unnoticed.
+  /// are not left with half of it unnoticed. Comes after the last one, on whatever stream that was:
+  /// words count upwards.
   template <class Body>
-  void whole(Body&& body);
+  void whole(native_stream stream, Body&& body);
 
   symmetric_region& region;
   driver& on;
@@ -80,6 +82,7 @@ struct symmetric_channel::state {
   std::uint64_t barriers = 0;
   std::uint64_t barrier_words = 0;
   std::uint64_t exchanges = 0;
+  scoped_event latest;  ///< behind the last call of all ranks
   bool closed = false;
 };
 

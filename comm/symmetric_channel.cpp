@@ -64,7 +64,8 @@ symmetric_channel::state::state(symmetric_region& over, const channel_options& o
       on(over.on()),
       ranks(over.ranks()),
       check_counts(options.check_counts),
-      link(options.link) {
+      link(options.link),
+      latest(on, region.device()) {
   agree_on(ranks, "symmetric_channel: options", [&] { check_options(options); });
   const auto given = ranks.all_gather_value(
       shared_options{options.chunk_bytes, options.check_counts, options.link != nullptr},

@@ -87,68 +87,155 @@ __global__ void __launch_bounds__(k_warps * 32)
   }
 }
 
+/// One token, wherever it lies.
+struct token {
+  const char* x;
+  const float* scales;
+  const std::int64_t* ids;
+  const float* weights;  ///< null for all 1
+};
+
+__device__ __forceinline__ token token_of(const token_arrays& all, const token_record& record,
+                                          int t) {
+  const auto at = static_cast<std::size_t>(t);
+  const std::size_t choice = at * record.top_k;
+  return {all.x + at * record.row_bytes, all.scales + at * record.scale_count, all.ids + choice,
+          all.weights == nullptr ? nullptr : all.weights + choice};
+}
+
+__device__ __forceinline__ std::int64_t* ids_in(const token_record& record, char* at) {
+  return reinterpret_cast<std::int64_t*>(at + record.ids_at());
+}
+
+__device__ __forceinline__ token token_in(const token_record& record, char* at) {
+  return {at, reinterpret_cast<const float*>(at + record.scales_at()), ids_in(record, at),
+          reinterpret_cast<const float*>(at + record.weights_at())};
+}
+
+__device__ __forceinline__ void write_record(const token_record& record, const token& from,
+                                             char* at, int lane) {
+  copy_row(at, from.x, record.row_bytes, lane);
+  for (int s = lane; s < record.scale_count; s += 32) {
+    reinterpret_cast<float*>(at + record.scales_at())[s] = from.scales[s];
+  }
+  if (lane >= record.top_k) return;
+  ids_in(record, at)[lane] = from.ids[lane];
+  reinterpret_cast<float*>(at + record.weights_at())[lane] =
+      from.weights == nullptr ? 1 : from.weights[lane];
+}
+
+/// Makes a token the batch's at index `row`, where its own row may lie already.
+__device__ __forceinline__ void join(const node_map& map, const token_record& record,
+                                     const token& from, const token_batch& to, std::size_t row,
+                                     int lane) {
+  char* const x = to.x + row * record.row_bytes;
+  if (from.x != x) {
+    copy_row(x, from.x, record.row_bytes, lane);
+    for (int s = lane; s < record.scale_count; s += 32) {
+      to.scales[row * record.scale_count + s] = from.scales[s];
+    }
+  }
+  if (lane >= record.top_k) return;
+  to.ids[row * record.top_k + lane] = id_here(map, from.ids[lane]);
+  to.weights[row * record.top_k + lane] = from.weights == nullptr ? 1 : from.weights[lane];
+}
+
+/// Calls `each(lane, item)` in the warps of the grid, one after the other, for [0, items).
+template <class Each>
+__device__ __forceinline__ void for_items(std::int64_t items, const Each& each) {
+  const auto step = static_cast<std::int64_t>(gridDim.x) * k_warps;
+  for (std::int64_t item = static_cast<std::int64_t>(blockIdx.x) * k_warps + threadIdx.x / 32;
+       item < items; item += step) {
+    each(static_cast<int>(threadIdx.x % 32), item);
+  }
+}
+
 /// A warp a token and node.
 __global__ void __launch_bounds__(k_warps * 32)
     pack_records_kernel(const __grid_constant__ node_map map,
                         const __grid_constant__ token_arrays from, const std::int32_t* places,
-                        const __grid_constant__ record_blocks to) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
+                        const __grid_constant__ record_blocks to,
+                        const __grid_constant__ token_batch own) {
   const token_record& record = to.record;
-  const auto step = static_cast<std::int64_t>(gridDim.x) * k_warps;
-  for (std::int64_t item = static_cast<std::int64_t>(blockIdx.x) * k_warps + threadIdx.x / 32;
-       item < static_cast<std::int64_t>(from.count) * map.nodes; item += step) {
-    const int place = places[item];
-    if (place < 0) continue;
-    const auto t = static_cast<std::size_t>(item / map.nodes);
-    char* const at = to.of(static_cast<int>(item % map.nodes), place);
-    copy_row(at, from.x + t * record.row_bytes, record.row_bytes, lane);
-    for (int s = lane; s < record.scale_count; s += 32) {
-      reinterpret_cast<float*>(at + record.scales_at())[s] =
-          from.scales[t * record.scale_count + s];
+  for_items(static_cast<std::int64_t>(from.count) * map.nodes, [&](int lane, std::int64_t item) {
+    const auto t = static_cast<int>(item / map.nodes);
+    const auto node = static_cast<int>(item % map.nodes);
+    if (node == map.node) {
+      join(map, record, token_of(from, record, t), own, static_cast<std::size_t>(t), lane);
+    } else if (places[item] >= 0) {
+      write_record(record, token_of(from, record, t), to.of(node, places[item]), lane);
     }
-    if (lane >= record.top_k) continue;
-    const std::size_t choice = t * record.top_k + lane;
-    reinterpret_cast<std::int64_t*>(at + record.ids_at())[lane] = from.ids[choice];
-    reinterpret_cast<float*>(at + record.weights_at())[lane] =
-        from.weights == nullptr ? 1 : from.weights[choice];
-  }
+  });
 }
 
-/// A warp a row of the batch.
+/// A warp a record that came.
 __global__ void __launch_bounds__(k_warps * 32)
     unpack_records_kernel(const __grid_constant__ node_map map,
-                          const __grid_constant__ token_arrays from,
                           const __grid_constant__ record_blocks came,
                           const __grid_constant__ batch_counts counts,
-                          const __grid_constant__ token_batch to, int rows) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const token_record& record = came.record;
-  for (int row = static_cast<int>(blockIdx.x) * k_warps + static_cast<int>(threadIdx.x / 32);
-       row < rows; row += static_cast<int>(gridDim.x) * k_warps) {
-    const auto t = static_cast<std::size_t>(row);
-    const char* x = from.x + t * record.row_bytes;
-    const float* scales = from.scales + t * record.scale_count;
-    const std::int64_t* ids = from.ids + t * record.top_k;
-    const float* weights = from.weights == nullptr ? nullptr : from.weights + t * record.top_k;
-    if (row >= counts.own) {
-      int index = row - counts.own;
-      int node = 0;
-      while (index >= counts.came[node]) index -= counts.came[node++];
-      x = came.of(node, index);
-      scales = reinterpret_cast<const float*>(x + record.scales_at());
-      ids = reinterpret_cast<const std::int64_t*>(x + record.ids_at());
-      weights = reinterpret_cast<const float*>(x + record.weights_at());
-    }
-    if (x != to.x + t * record.row_bytes) {
-      copy_row(to.x + t * record.row_bytes, x, record.row_bytes, lane);
-      for (int s = lane; s < record.scale_count; s += 32) {
-        to.scales[t * record.scale_count + s] = scales[s];
+                          const __grid_constant__ token_batch to, int records) {
+  for_items(records, [&](int lane, std::int64_t item) {
+    auto index = static_cast<int>(item);
+    int node = 0;
+    while (index >= counts.came[node]) index -= counts.came[node++];
+    join(map, came.record, token_in(came.record, came.of(node, index)), to,
+         static_cast<std::size_t>(counts.own + item), lane);
+  });
+}
+
+/// A warp a place and node.
+__global__ void __launch_bounds__(k_warps * 32)
+    pack_in_place_kernel(const __grid_constant__ node_map map,
+                         const __grid_constant__ token_arrays from, std::int32_t* places,
+                         const __grid_constant__ record_blocks to,
+                         const __grid_constant__ token_batch own) {
+  const token_record& record = to.record;
+  for_items(static_cast<std::int64_t>(to.max_tokens) * map.nodes, [&](int lane, std::int64_t item) {
+    const auto t = static_cast<int>(item / map.nodes);
+    const auto node = static_cast<int>(item % map.nodes);
+    const bool there = t < from.count;
+    const bool mine = lane < record.top_k;
+    const std::int64_t id =
+        there && mine ? from.ids[static_cast<std::size_t>(t) * record.top_k + lane] : -1;
+    if (node == map.node) {
+      if (there) {
+        join(map, record, token_of(from, record, t), own, static_cast<std::size_t>(t), lane);
+      } else if (mine) {
+        own.ids[static_cast<std::size_t>(t) * record.top_k + lane] = -1;
       }
+      return;
     }
-    if (lane >= record.top_k) continue;
-    to.ids[t * record.top_k + lane] = id_here(map, ids[lane]);
-    to.weights[t * record.top_k + lane] = weights == nullptr ? 1 : weights[lane];
-  }
+    const bool goes = __any_sync(k_whole_warp, node_of(map, id) == node);
+    if (there && lane == 0) places[item] = goes ? t : -1;
+    if (goes) {
+      write_record(record, token_of(from, record, t), to.of(node, t), lane);
+    } else if (mine) {
+      ids_in(record, to.of(node, t))[lane] = -1;
+    }
+  });
+}
+
+/// A warp a place.
+__global__ void __launch_bounds__(k_warps * 32)
+    unpack_in_place_kernel(const __grid_constant__ node_map map,
+                           const __grid_constant__ record_blocks came,
+                           const __grid_constant__ token_batch to) {
+  const token_record& record = came.record;
+  for_items(static_cast<std::int64_t>(map.nodes) * came.max_tokens,
+            [&](int lane, std::int64_t item) {
+              const auto node = static_cast<int>(item / came.max_tokens);
+              if (node == map.node) return;
+              char* const at = came.of(node, static_cast<int>(item % came.max_tokens));
+              const auto row = static_cast<std::size_t>(item);
+              const bool mine = lane < record.top_k;
+              const bool taken = __any_sync(k_whole_warp, mine && ids_in(record, at)[lane] >= 0);
+              if (taken) {
+                join(map, record, token_in(record, at), to, row, lane);
+              } else if (mine) {
+                to.ids[row * record.top_k + lane] = -1;
+              }
+              if (mine) ids_in(record, at)[lane] = -1;  // each lane's own
+            });
 }
 
 /// A warp a token.
@@ -199,6 +286,8 @@ class cuda_rail_steps final : public rail_steps {
                   reinterpret_cast<const void*>(&quantize_rows_kernel),
                   reinterpret_cast<const void*>(&pack_records_kernel),
                   reinterpret_cast<const void*>(&unpack_records_kernel),
+                  reinterpret_cast<const void*>(&pack_in_place_kernel),
+                  reinterpret_cast<const void*>(&unpack_in_place_kernel),
                   reinterpret_cast<const void*>(&add_nodes_kernel)});
   }
 
@@ -216,18 +305,31 @@ class cuda_rail_steps final : public rail_steps {
     check_cuda(cudaGetLastError(), "quantize_rows_kernel");
   }
   void pack(const node_map& map, const token_arrays& from, const std::int32_t* places,
-            const record_blocks& to, native_stream stream) override {
+            const record_blocks& to, const token_batch& own, native_stream stream) override {
     const device_guard here(device_);
-    pack_records_kernel<<<blocks_, k_warps * 32, 0, stream>>>(map, from, places, to);
+    pack_records_kernel<<<blocks_, k_warps * 32, 0, stream>>>(map, from, places, to, own);
     check_cuda(cudaGetLastError(), "pack_records_kernel");
   }
-  void unpack(const node_map& map, const token_arrays& from, const record_blocks& came,
-              const batch_counts& counts, const token_batch& to, native_stream stream) override {
+  void unpack(const node_map& map, const record_blocks& came, const batch_counts& counts,
+              const token_batch& to, native_stream stream) override {
     const device_guard here(device_);
-    int rows = counts.own;
-    for (int node = 0; node < map.nodes; ++node) rows += counts.came[node];
-    unpack_records_kernel<<<blocks_, k_warps * 32, 0, stream>>>(map, from, came, counts, to, rows);
+    int records = 0;
+    for (int node = 0; node < map.nodes; ++node) records += counts.came[node];
+    unpack_records_kernel<<<blocks_, k_warps * 32, 0, stream>>>(map, came, counts, to, records);
     check_cuda(cudaGetLastError(), "unpack_records_kernel");
+  }
+  void pack_in_place(const node_map& map, const token_arrays& from, std::int32_t* places,
+                     const record_blocks& to, const token_batch& own,
+                     native_stream stream) override {
+    const device_guard here(device_);
+    pack_in_place_kernel<<<blocks_, k_warps * 32, 0, stream>>>(map, from, places, to, own);
+    check_cuda(cudaGetLastError(), "pack_in_place_kernel");
+  }
+  void unpack_in_place(const node_map& map, const record_blocks& came, const token_batch& to,
+                       native_stream stream) override {
+    const device_guard here(device_);
+    unpack_in_place_kernel<<<blocks_, k_warps * 32, 0, stream>>>(map, came, to);
+    check_cuda(cudaGetLastError(), "unpack_in_place_kernel");
   }
   void add(const node_map& map, int count, const std::int32_t* places, int max_tokens, int hidden,
            int top_k, const combine_output& own, const combine_output& returned,

@@ -63,8 +63,8 @@ exchange::state::state(symmetric_heap& given, symmetric_channel* channel,
   // Within a node, what came from others is sent on like a rank's own.
   auto batch = static_cast<std::size_t>(options.max_tokens);
   if (ranks.node_count() > 1) {
-    across = std::make_unique<rail>(heap, *channel, options);
-    batch *= static_cast<std::size_t>(across->nodes());
+    across = std::make_unique<counted_rail>(heap, *channel, options);
+    batch *= across->nodes();
     shape.quantize = false;  // rows are before they cross
   }
   max_batch = batch;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include "comm/ep/counted_rail.hpp"
 #include "comm/ep/elastic_rows.hpp"
 #include "comm/ep/ep_steps.hpp"
 #include "comm/ep/pinned_words.hpp"
-#include "comm/ep/rail.hpp"
 
 #include <evmm/comm/symmetric_buffer.hpp>
 #include <evmm/ep/exchange.hpp>
@@ -50,8 +50,8 @@ struct exchange::state {
 
   symmetric_heap& heap;
   exchange_options options;
-  std::unique_ptr<rail> across;  ///< where there are several nodes
-  std::size_t max_batch = 0;     ///< tokens that a rank sends within its node
+  std::unique_ptr<counted_rail> across;  ///< where there are several nodes
+  std::size_t max_batch = 0;             ///< tokens that a rank sends within its node
   std::size_t capacity = 0, expert_capacity = 0;
   symmetric_buffer<std::uint64_t> flags;
   symmetric_buffer<std::int32_t> messages, totals_words;

@@ -26,6 +26,62 @@ std::int64_t id_here(const node_map& map, std::int64_t expert) {
          expert % map.experts_a_rank;
 }
 
+/// One token, wherever it lies.
+struct token {
+  const char* x;
+  const float* scales;
+  const std::int64_t* ids;
+  const float* weights;  ///< null for all 1
+};
+
+token token_of(const token_arrays& all, const token_record& record, int t) {
+  const auto at = static_cast<std::size_t>(t);
+  const std::size_t choice = at * static_cast<std::size_t>(record.top_k);
+  return {.x = all.x + at * record.row_bytes,
+          .scales = all.scales + at * static_cast<std::size_t>(record.scale_count),
+          .ids = all.ids + choice,
+          .weights = all.weights == nullptr ? nullptr : all.weights + choice};
+}
+
+/// The ids of one of many.
+template <class Id>
+Id* ids_of(Id* all, int row, int top_k) {
+  return all + static_cast<std::ptrdiff_t>(row) * top_k;
+}
+
+std::int64_t* ids_in(const token_record& record, char* at) {
+  return reinterpret_cast<std::int64_t*>(at + record.ids_at());
+}
+
+token token_in(const token_record& record, char* at) {
+  return {.x = at,
+          .scales = reinterpret_cast<const float*>(at + record.scales_at()),
+          .ids = ids_in(record, at),
+          .weights = reinterpret_cast<const float*>(at + record.weights_at())};
+}
+
+void write_record(const token_record& record, const token& from, char* at) {
+  std::memcpy(at, from.x, record.row_bytes);
+  std::copy_n(from.ids, record.top_k, ids_in(record, at));
+  std::copy_n(from.scales, record.scale_count, reinterpret_cast<float*>(at + record.scales_at()));
+  auto* const weights = reinterpret_cast<float*>(at + record.weights_at());
+  for (int k = 0; k < record.top_k; ++k) weights[k] = from.weights == nullptr ? 1 : from.weights[k];
+}
+
+/// Makes a token the batch's at index `row`, where its own row may lie already.
+void join(const node_map& map, const token_record& record, const token& from, const token_batch& to,
+          int row) {
+  const token_batch at = to.from(static_cast<std::size_t>(row), record);
+  if (from.x != at.x) {
+    std::memcpy(at.x, from.x, record.row_bytes);
+    std::copy_n(from.scales, record.scale_count, at.scales);
+  }
+  for (int k = 0; k < record.top_k; ++k) {
+    at.ids[k] = id_here(map, from.ids[k]);
+    at.weights[k] = from.weights == nullptr ? 1 : from.weights[k];
+  }
+}
+
 class host_rail_steps final : public rail_steps {
  public:
   explicit host_rail_steps(driver& on) : on_(on) {}
@@ -59,59 +115,75 @@ class host_rail_steps final : public rail_steps {
   }
 
   void pack(const node_map& map, const token_arrays& from, const std::int32_t* places,
-            const record_blocks& to, native_stream stream) override {
+            const record_blocks& to, const token_batch& own, native_stream stream) override {
     on_.launch(stream, [=] {
-      const token_record& record = to.record;
-      const auto scales = static_cast<std::size_t>(record.scale_count);
-      const auto top_k = static_cast<std::size_t>(record.top_k);
       for (int t = 0; t < from.count; ++t) {
-        const auto token = static_cast<std::size_t>(t);
+        join(map, to.record, token_of(from, to.record, t), own, t);
         for (int node = 0; node < map.nodes; ++node) {
-          if (places[t * map.nodes + node] < 0) continue;
-          char* const at = to.of(node, places[t * map.nodes + node]);
-          std::memcpy(at, from.x + token * record.row_bytes, record.row_bytes);
-          std::memcpy(at + record.ids_at(), from.ids + token * top_k, top_k * sizeof(std::int64_t));
-          if (scales > 0) {
-            std::memcpy(at + record.scales_at(), from.scales + token * scales,
-                        scales * sizeof(float));
-          }
-          auto* const weights = reinterpret_cast<float*>(at + record.weights_at());
-          for (std::size_t k = 0; k < top_k; ++k) {
-            weights[k] = from.weights == nullptr ? 1 : from.weights[token * top_k + k];
+          const int place = places[t * map.nodes + node];
+          if (place >= 0) write_record(to.record, token_of(from, to.record, t), to.of(node, place));
+        }
+      }
+    });
+  }
+
+  void unpack(const node_map& map, const record_blocks& came, const batch_counts& counts,
+              const token_batch& to, native_stream stream) override {
+    on_.launch(stream, [=] {
+      int row = counts.own;
+      for (int node = 0; node < map.nodes; ++node) {
+        for (int i = 0; i < counts.came[node]; ++i, ++row) {
+          join(map, came.record, token_in(came.record, came.of(node, i)), to, row);
+        }
+      }
+    });
+  }
+
+  void pack_in_place(const node_map& map, const token_arrays& from, std::int32_t* places,
+                     const record_blocks& to, const token_batch& own,
+                     native_stream stream) override {
+    on_.launch(stream, [=] {
+      const int top_k = to.record.top_k;
+      for (int t = 0; t < to.max_tokens; ++t) {
+        const bool there = t < from.count;
+        if (there) {
+          join(map, to.record, token_of(from, to.record, t), own, t);
+        } else {
+          std::fill_n(ids_of(own.ids, t, top_k), top_k, -1);
+        }
+        for (int node = 0; node < map.nodes; ++node) {
+          if (node == map.node) continue;
+          const std::int64_t* const ids = ids_of(from.ids, t, top_k);
+          const bool goes = there && std::any_of(ids, ids + top_k, [&](std::int64_t id) {
+                              return node_of(map, id) == node;
+                            });
+          if (there) places[t * map.nodes + node] = goes ? t : -1;
+          if (goes) {
+            write_record(to.record, token_of(from, to.record, t), to.of(node, t));
+          } else {
+            std::fill_n(ids_in(to.record, to.of(node, t)), top_k, -1);
           }
         }
       }
     });
   }
 
-  void unpack(const node_map& map, const token_arrays& from, const record_blocks& came,
-              const batch_counts& counts, const token_batch& to, native_stream stream) override {
+  void unpack_in_place(const node_map& map, const record_blocks& came, const token_batch& to,
+                       native_stream stream) override {
     on_.launch(stream, [=] {
-      const token_record& record = came.record;
-      const auto scales = static_cast<std::size_t>(record.scale_count);
-      const auto top_k = static_cast<std::size_t>(record.top_k);
-      const auto add = [&](std::size_t row, const char* x, const float* row_scales,
-                           const std::int64_t* ids, const float* weights) {
-        if (x != to.x + row * record.row_bytes) {
-          std::memcpy(to.x + row * record.row_bytes, x, record.row_bytes);
-          std::copy_n(row_scales, scales, to.scales + row * scales);
-        }
-        for (std::size_t k = 0; k < top_k; ++k) {
-          to.ids[row * top_k + k] = id_here(map, ids[k]);
-          to.weights[row * top_k + k] = weights == nullptr ? 1 : weights[k];
-        }
-      };
-      std::size_t row = 0;
-      for (; row < static_cast<std::size_t>(counts.own); ++row) {
-        add(row, from.x + row * record.row_bytes, from.scales + row * scales,
-            from.ids + row * top_k, from.weights == nullptr ? nullptr : from.weights + row * top_k);
-      }
+      const int top_k = came.record.top_k;
       for (int node = 0; node < map.nodes; ++node) {
-        for (int i = 0; i < counts.came[node]; ++i, ++row) {
-          const char* const at = came.of(node, i);
-          add(row, at, reinterpret_cast<const float*>(at + record.scales_at()),
-              reinterpret_cast<const std::int64_t*>(at + record.ids_at()),
-              reinterpret_cast<const float*>(at + record.weights_at()));
+        if (node == map.node) continue;
+        for (int i = 0; i < came.max_tokens; ++i) {
+          char* const at = came.of(node, i);
+          std::int64_t* const ids = ids_in(came.record, at);
+          const int row = node * came.max_tokens + i;
+          if (std::any_of(ids, ids + top_k, [](std::int64_t id) { return id >= 0; })) {
+            join(map, came.record, token_in(came.record, at), to, row);
+          } else {
+            std::fill_n(ids_of(to.ids, row, top_k), top_k, -1);
+          }
+          std::fill_n(ids, top_k, -1);
         }
       }
     });

@@ -13,11 +13,48 @@
 
 namespace evmm::ep {
 
-/// What a plan keeps of the nodes.
-struct rail_plan {
-  symmetric_buffer<std::int32_t> places;  ///< [max_tokens][nodes]
-  std::vector<std::size_t> sent, came;    ///< by node
-  std::size_t own = 0;
+/// What both kinds of exchange tell their rails.
+struct rail_options {
+  const char* who = nullptr;  ///< for errors
+  int experts = 0;
+  int top_k = 0;
+  std::size_t hidden = 0;
+  payload rows = payload::bf16;
+  bool quantize = false;
+  std::size_t max_tokens = 0;
+};
+template <class Options>
+rail_options rail_options_of(const char* who, const Options& options) {
+  return {.who = who,
+          .experts = options.experts,
+          .top_k = options.top_k,
+          .hidden = options.hidden,
+          .rows = options.rows,
+          .quantize = options.quantize,
+          .max_tokens = options.max_tokens};
+}
+
+/// What crosses between this rank and one of its rail.
+struct rail_block {
+  std::size_t from = 0;  ///< offset of what goes there
+  std::size_t sent = 0;  ///< bytes
+  std::size_t came = 0;
+};
+
+/// Memory of tokens on their way: [nodes][max_tokens] of each.
+struct rail_buffers {
+  symmetric_buffer<std::byte> outgoing, incoming;  ///< records
+  // The batch, what the node makes of it, and what comes back.
+  symmetric_buffer<std::byte> x;
+  symmetric_buffer<float> scales, weights;
+  symmetric_buffer<std::int64_t> ids;
+  symmetric_buffer<std::uint16_t> sums, returns;
+  token_batch batch(const token_record& record) const {
+    return {.x = reinterpret_cast<char*>(x.local()),
+            .scales = record.scale_count > 0 ? scales.local() : nullptr,
+            .ids = ids.local(),
+            .weights = weights.local()};
+  }
 };
 
 /// The way between nodes: a rank exchanges with the ranks of the other nodes that have its index
@@ -25,44 +62,51 @@ struct rail_plan {
 /// it there sends it on within the node as one of its own. On the way back the node's sum returns
 /// the same way.
 ///
-/// Calls are collective and enqueue on the stream; gather() of a new plan waits on the CPU until
-/// counts have crossed, since messages need them.
+/// counted_rail and fixed_rail say how.
 class rail {
  public:
   /// Collective. Throws unsupported when the nodes have different numbers of ranks.
-  rail(symmetric_heap& heap, symmetric_channel& channel, const exchange_options& options);
+  rail(symmetric_heap& heap, symmetric_channel& channel, const rail_options& options);
 
-  int nodes() const { return map_.nodes; }
-  rail_plan make_plan() const;
-  /// This rank's tokens and those of its rail that have experts here, as tokens of the node, whose
-  /// experts count in the order of its ranks. `again`: by a plan that is full.
-  token_arrays gather(const token_arrays& given, rail_plan& plan, bool again, bool as_gradients,
-                      native_stream stream);
-  /// Where the node's sums of that batch go.
-  combine_output sums(const combine_output& wanted) const;
-  /// Returns them, and adds up what comes.
-  void scatter(const rail_plan& plan, const combine_output& to, native_stream stream);
+  const rail_options& options() const { return options_; }
+  const node_map& map() const { return map_; }
+  std::size_t nodes() const { return peers_.size(); }
+  std::size_t here() const { return static_cast<std::size_t>(map_.node); }
+  symmetric_heap& heap() const { return heap_; }
+  symmetric_channel& channel() const { return channel_; }
+  driver& on() const { return heap_.region().on(); }
+  rail_steps& steps() const { return *steps_; }
+  token_record record(bool as_gradients = false) const;
+  record_blocks blocks(const symmetric_buffer<std::byte>& at, const token_record& record) const {
+    return {reinterpret_cast<char*>(at.local()), record, static_cast<int>(options_.max_tokens)};
+  }
+  std::size_t sum_bytes() const { return options_.hidden * sizeof(std::uint16_t); }
+
+  template <class T>
+  symmetric_buffer<T> make(std::size_t count) const {
+    return {heap_, count, nullptr, {.tiers = tier_policy::device_only, .alignment = 4096}};
+  }
+  rail_buffers make_buffers(bool for_gradients) const;
+  symmetric_buffer<std::int32_t> make_places() const {
+    return make<std::int32_t>(options_.max_tokens * nodes());
+  }
+
+  /// The tokens as they cross. Those that are to be quantised are first, into `own`: half as much
+  /// crosses.
+  token_arrays prepare(const token_arrays& given, const token_batch& own,
+                       native_stream stream) const;
+  /// Collective: sends its block to each other node, and receives theirs into blocks of `stride`
+  /// bytes at offset `to`.
+  void cross(const std::vector<rail_block>& by_node, std::size_t to, std::size_t stride,
+             native_stream stream) const;
 
  private:
-  rank_id peer(int node) const { return peers_[static_cast<std::size_t>(node)]; }
-  void exchange_counts(rail_plan& plan, native_stream stream);
-  /// Sends a block to each node and receives one from each: [nodes][max_tokens] of `bytes_each`.
-  void cross(const std::vector<std::size_t>& from, std::size_t to, std::size_t bytes_each,
-             const std::vector<std::size_t>& sent, const std::vector<std::size_t>& came,
-             native_stream stream);
-  token_record record_of(bool as_gradients) const;
-
   symmetric_heap& heap_;
   symmetric_channel& channel_;
-  exchange_options options_;
+  rail_options options_;
   node_map map_;
   std::vector<rank_id> peers_;  ///< by node
   symmetric_buffer<std::int32_t> ranks_;
-  symmetric_buffer<std::int64_t> counts_out_, counts_in_;
-  symmetric_buffer<std::byte> outgoing_, incoming_, x_;
-  symmetric_buffer<float> scales_, weights_, weight_sums_, weight_returns_;
-  symmetric_buffer<std::int64_t> ids_;
-  symmetric_buffer<std::uint16_t> sums_, returns_;
   std::unique_ptr<rail_steps> steps_;
 };
 

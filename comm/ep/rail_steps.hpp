@@ -50,13 +50,21 @@ struct record_blocks {
   }
 };
 
-/// The tokens that a rank sends on within its node: its own, then those that came from each other
-/// node, in order.
+/// The tokens that a rank sends on within its node: its own and those that came from other nodes.
 struct token_batch {
   char* x = nullptr;
   float* scales = nullptr;
   std::int64_t* ids = nullptr;  ///< of experts of the node, in the order of its ranks; else -1
   float* weights = nullptr;
+  /// From a row on.
+  token_batch from(std::size_t row, const token_record& record) const {
+    const auto scale_count = static_cast<std::size_t>(record.scale_count);
+    const auto top_k = static_cast<std::size_t>(record.top_k);
+    return {.x = x + row * record.row_bytes,
+            .scales = scales == nullptr ? nullptr : scales + row * scale_count,
+            .ids = ids + row * top_k,
+            .weights = weights + row * top_k};
+  }
 };
 
 /// How many of the batch came from where, for kernels.
@@ -67,23 +75,38 @@ struct batch_counts {
 };
 
 /// What a rank does with tokens that cross nodes; see rail.hpp. Enqueued on a stream.
+///
+/// `places` [tokens][nodes] says which record of a node's block a token is, or -1.
 class rail_steps {
  public:
   virtual ~rail_steps() = default;
-  /// Finds the tokens that have experts on each other node: `places` [tokens][nodes] says which of
-  /// them a token is, or -1; `counts` [nodes] how many there are.
-  virtual void place(const node_map& map, const token_arrays& from, int top_k, std::int32_t* places,
-                     std::int64_t* counts, native_stream stream) = 0;
   /// Makes rows of bf16 [from.count][hidden] into the batch's first: e4m3 with scales.
   virtual void quantize(const token_arrays& from, int hidden, const token_batch& to,
                         native_stream stream) = 0;
-  /// Writes them as records, a block for each node.
+
+  // Blocks that are filled from their front:
+  /// Finds the places of the tokens that have experts on each other node; `counts` [nodes] says how
+  /// many there are.
+  virtual void place(const node_map& map, const token_arrays& from, int top_k, std::int32_t* places,
+                     std::int64_t* counts, native_stream stream) = 0;
+  /// Writes the tokens where they go: as records, a block for each other node, and to `own`, the
+  /// beginning of the batch, where their rows may lie already.
   virtual void pack(const node_map& map, const token_arrays& from, const std::int32_t* places,
-                    const record_blocks& to, native_stream stream) = 0;
-  /// Makes the batch of this rank's tokens, whose rows may lie there already, and the records that
-  /// came.
-  virtual void unpack(const node_map& map, const token_arrays& from, const record_blocks& came,
-                      const batch_counts& counts, const token_batch& to, native_stream stream) = 0;
+                    const record_blocks& to, const token_batch& own, native_stream stream) = 0;
+  /// Makes the rest of the batch: the records that came, node after node.
+  virtual void unpack(const node_map& map, const record_blocks& came, const batch_counts& counts,
+                      const token_batch& to, native_stream stream) = 0;
+
+  // Blocks in which every token has a place, by its index:
+  /// Does what place() and pack() do. What no token takes, here and in `own`, chooses nobody.
+  virtual void pack_in_place(const node_map& map, const token_arrays& from, std::int32_t* places,
+                             const record_blocks& to, const token_batch& own,
+                             native_stream stream) = 0;
+  /// Makes the other nodes' part of a batch that lies as the blocks do. The records then choose
+  /// nobody, so that nothing is there twice when a rank does not send the next ones.
+  virtual void unpack_in_place(const node_map& map, const record_blocks& came,
+                               const token_batch& to, native_stream stream) = 0;
+
   /// Sums for each token, in the order of nodes, what its nodes made of it: `own` [tokens] here,
   /// `returned` [nodes][max_tokens] there. bf16 [hidden] each; weights' gradients likewise.
   virtual void add(const node_map& map, int count, const std::int32_t* places, int max_tokens,

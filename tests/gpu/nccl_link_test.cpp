@@ -57,5 +57,9 @@ TEST_F(nccl_link, carries_what_crosses_nodes_in_an_expert_parallel_exchange) {
   run_random_exchanges(at_, 20, 21, options_);
 }
 
+TEST_F(nccl_link, carries_what_crosses_nodes_in_low_latency_rounds) {
+  run_random_low_latency(at_, 20, 22, options_);
+}
+
 }  // namespace
 }  // namespace evmm::test

@@ -13,14 +13,8 @@ TEST_P(ep_processes, holds) {
 }
 INSTANTIATE_TEST_SUITE_P(all, ep_processes, ::testing::ValuesIn(ep_cases()), case_name);
 
-/// Within a node.
-class low_latency_processes : public rank_processes {};
-
-TEST_P(low_latency_processes, holds) {
-  if (this_rank().ranks->node_count() > 1) GTEST_SKIP() << "it does not cross nodes";
-  GetParam().run(this_rank());
-}
-INSTANTIATE_TEST_SUITE_P(all, low_latency_processes, ::testing::ValuesIn(low_latency_cases()),
+INSTANTIATE_TEST_SUITE_P(lost, ep_processes, ::testing::ValuesIn(lost_rank_cases()), case_name);
+INSTANTIATE_TEST_SUITE_P(low_latency, ep_processes, ::testing::ValuesIn(low_latency_cases()),
                          case_name);
 
 /// More of them on demand: a long run is EVMM_EP_ROUNDS=10000.
@@ -34,11 +28,11 @@ const symmetric_case k_many_exchanges{
       run_random_exchanges(at, rounds_or(at.ranks->node_count() > 1 ? 20 : 100), 11);
     }};
 const symmetric_case k_many_low_latency{
-    "many_low_latency_rounds_are_exact",
-    [](const rank_context& at) { run_random_low_latency(at, rounds_or(200), 12); }};
-INSTANTIATE_TEST_SUITE_P(random, ep_processes, ::testing::Values(k_many_exchanges), case_name);
-INSTANTIATE_TEST_SUITE_P(random, low_latency_processes, ::testing::Values(k_many_low_latency),
-                         case_name);
+    "many_low_latency_rounds_are_exact", [](const rank_context& at) {
+      run_random_low_latency(at, rounds_or(at.ranks->node_count() > 1 ? 40 : 200), 12);
+    }};
+INSTANTIATE_TEST_SUITE_P(random, ep_processes,
+                         ::testing::Values(k_many_exchanges, k_many_low_latency), case_name);
 
 }  // namespace
 }  // namespace evmm::test

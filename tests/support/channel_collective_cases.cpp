@@ -4,6 +4,9 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <vector>
+
 // The cases of the calls that all ranks make together.
 
 namespace evmm::test {
@@ -82,6 +85,48 @@ void a_barrier_orders_the_streams_of_all_ranks(const rank_context& at) {
   b.finish();
 }
 
+/// Each rank sends the next one a block in every call, and is late on one stream or the other.
+void calls_on_several_streams_come_as_they_are_made(const rank_context& at) {
+  constexpr std::uint64_t rounds = 20;
+  constexpr std::size_t bytes = 4096;
+  channel_bench b(at);
+  const native_stream streams[] = {b.stream, at.on->create_stream(at.device)};
+  const auto next = static_cast<std::size_t>((b.me() + 1) % b.ranks());
+  const int previous = (b.me() + b.ranks() - 1) % b.ranks();
+  // Of each round: what is sent, where it comes, and what is there after the call behind it.
+  const auto source = [](std::uint64_t round) { return 3 * round * bytes; };
+  const auto target = [&](std::uint64_t round) { return source(round) + bytes; };
+  const auto seen = [&](std::uint64_t round) { return source(round) + 2 * bytes; };
+  for (std::uint64_t round = 0; round < rounds; ++round) {
+    b.write(source(round), bytes, seed_of(round, b.me(), 0));
+  }
+  std::mt19937 random(static_cast<unsigned>(b.me()));
+  for (std::uint64_t round = 0; round < rounds; ++round) {
+    const native_stream stream = streams[round % 2];
+    at.on->launch(stream, [us = random() % 2000] {
+      const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(us);
+      while (std::chrono::steady_clock::now() < end) std::this_thread::yield();
+    });
+    at.on->fill(b.own(target(round)), std::byte{0xee}, bytes, stream);
+    std::vector<outgoing_block> out(static_cast<std::size_t>(b.ranks()));
+    std::vector<incoming_block> in(out.size());
+    out[next] = {.from = source(round), .to = target(round), .bytes = bytes};
+    in[static_cast<std::size_t>(previous)] = {.at = target(round), .bytes = bytes};
+    b.channel.all_to_all_v(out, in, stream);
+    if (round > 0) at.on->copy(b.own(seen(round - 1)), b.own(target(round - 1)), bytes, stream);
+  }
+  for (const native_stream stream : streams) b.channel.synchronize(stream);
+  for (std::uint64_t round = 0; round < rounds; ++round) {
+    const std::uint64_t seed = seed_of(round, previous, 0);
+    EXPECT_TRUE(b.holds(target(round), bytes, seed)) << "round " << round;
+    if (round + 1 < rounds) {
+      EXPECT_TRUE(b.holds(seen(round), bytes, seed)) << "round " << round;
+    }
+  }
+  at.on->destroy_stream(streams[1]);
+  b.finish();
+}
+
 void counts_that_disagree_are_named_to_all(const rank_context& at) {
   channel_bench b(at, {.check_counts = true});
   if (b.ranks() > 1) {
@@ -139,6 +184,7 @@ const std::vector<symmetric_case>& channel_collective_cases() {
       EVMM_CASE(all_to_all_v_moves_skewed_blocks),
       EVMM_CASE(no_block_is_written_before_its_receiver_is_there),
       EVMM_CASE(a_barrier_orders_the_streams_of_all_ranks),
+      EVMM_CASE(calls_on_several_streams_come_as_they_are_made),
       EVMM_CASE(counts_that_disagree_are_named_to_all),
   };
 #undef EVMM_CASE

@@ -16,11 +16,14 @@ namespace evmm::test {
 const std::vector<symmetric_case>& ep_cases();
 /// The same for ep::low_latency_exchange.
 const std::vector<symmetric_case>& low_latency_cases();
+/// And when a rank does not come.
+const std::vector<symmetric_case>& lost_rank_cases();
 
 /// `count` exchanges of random shape, routing and contents, each verified, with streams that each
 /// rank delays in its own way.
 void run_random_exchanges(const rank_context& at, std::size_t count, std::uint64_t seed,
                           const channel_options& across = {});
-void run_random_low_latency(const rank_context& at, std::size_t count, std::uint64_t seed);
+void run_random_low_latency(const rank_context& at, std::size_t count, std::uint64_t seed,
+                            const channel_options& across = {});
 
 }  // namespace evmm::test

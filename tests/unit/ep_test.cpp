@@ -55,12 +55,10 @@ TEST(ep_nodes, have_as_many_ranks_each) {
 
 std::vector<threads_case> all_cases() {
   std::vector<threads_case> all;
-  for (const char* hosts : {"a", "aa", "aaaa"}) {
-    for (const symmetric_case& tried : ep_cases()) all.push_back({hosts, tried});
-    for (const symmetric_case& tried : low_latency_cases()) all.push_back({hosts, tried});
-  }
-  for (const char* hosts : {"ab", "abab", "abc"}) {
-    for (const symmetric_case& tried : ep_cases()) all.push_back({hosts, tried});
+  for (const char* hosts : {"a", "aa", "aaaa", "ab", "abab", "abc"}) {
+    for (const auto* cases : {&ep_cases(), &low_latency_cases(), &lost_rank_cases()}) {
+      for (const symmetric_case& tried : *cases) all.push_back({hosts, tried});
+    }
   }
   return all;
 }

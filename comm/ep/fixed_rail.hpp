@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "comm/ep/rail.hpp"
+#include "lib/memory/copier.hpp"
+
+#include <evmm/ep/low_latency.hpp>
+
+#include <array>
+#include <cstddef>
+
+namespace evmm::ep {
+
+/// A rail over which as many bytes cross in every dispatch, so that no count is awaited: every
+/// token of a rank has a place in each block, by its index. low_latency_exchange's.
+///
+/// What waits for other nodes does so on a stream of the rail's own, call by call in the order in
+/// which they are made: the user's go on meanwhile, until join(). Of two sets of buffers, as
+/// low_latency_exchange's: they may be used again after join().
+class fixed_rail {
+ public:
+  static constexpr std::size_t k_sets = 2;
+
+  /// As rail.
+  fixed_rail(symmetric_heap& heap, symmetric_channel& channel, const low_latency_options& options);
+  fixed_rail(const fixed_rail&) = delete;
+  fixed_rail& operator=(const fixed_rail&) = delete;
+  /// Waits for its own stream.
+  ~fixed_rail();
+
+  std::size_t nodes() const { return way_.nodes(); }
+  /// Tokens of a batch, [nodes][max_tokens].
+  int batch_size() const { return static_cast<int>(nodes() * way_.options().max_tokens); }
+  native_stream own_stream() const { return own_; }
+
+  /// Throws what the channel broke with, if it did.
+  void check() const { way_.channel().check(); }
+  /// Before a call enqueues anything: the same, and unsupported for a stream that is being
+  /// captured.
+  void check_call(native_stream stream) const;
+
+  /// This rank's tokens, which `stream` may write anew, and those of its rail that have experts
+  /// here, as tokens of the node, whose experts count in the order of its ranks. On the own stream
+  /// from there on.
+  token_arrays gather(int set, const token_arrays& given, native_stream stream);
+  /// The own stream goes on behind what `stream` has done so far.
+  void follow(native_stream stream);
+  /// Where the node's sums of a batch go, and from where they return, on the own stream.
+  combine_output sums(int set) const { return {.sums = of(set).buffers.sums.local()}; }
+  void scatter(int set);
+  /// What join() waits for.
+  void mark(int set);
+  /// `stream` goes on behind what the own one had done at mark().
+  void join(int set, native_stream stream);
+  /// Adds up what the nodes made of this rank's tokens.
+  void add(int set, int count, const combine_output& to, native_stream stream);
+
+ private:
+  struct buffer_set {
+    rail_buffers buffers;
+    symmetric_buffer<std::int32_t> places;
+    scoped_event done;
+  };
+  buffer_set make_set() const;
+  const buffer_set& of(int set) const { return sets_[static_cast<std::size_t>(set)]; }
+  std::size_t own_row() const { return way_.here() * way_.options().max_tokens; }
+  /// A block to each node and one from each.
+  template <class T>
+  void cross(const symmetric_buffer<T>& from, const symmetric_buffer<T>& to);
+
+  rail way_;
+  std::array<buffer_set, k_sets> sets_;
+  scoped_event given_;
+  native_stream own_ = nullptr;
+};
+
+}  // namespace evmm::ep
