@@ -75,8 +75,8 @@ void policies_choose_the_tier(const rank_context& at) {
   EXPECT_EQ(tier_at(heap, second), tier::device);
   const std::size_t tail = heap.allocate(g);
   EXPECT_EQ(tier_at(heap, tail), tier::host) << "device_limit is reached";
-  const auto said = thrown_everywhere(
-      at, [&] { (void)heap.allocate(g, nullptr, {.tiers = tier_policy::device_only}); });
+  const auto said = thrown_by_all(
+      *at.ranks, [&] { (void)heap.allocate(g, nullptr, {.tiers = tier_policy::device_only}); });
   EXPECT_THAT(said,
               HasSubstr("out_of_memory: cannot allocate 2.0 MiB (2097152 bytes, device_only)"));
   EXPECT_THAT(said, HasSubstr("may take 0 B more"));
@@ -114,7 +114,8 @@ void the_largest_buffer_spans_both_tiers(const rank_context& at) {
   EXPECT_EQ(heap.allocate(6 * g, nullptr, spanning), large) << "and together";
   // Without room in either tier nothing is left grown.
   const std::size_t size = heap.region().size();
-  const auto said = thrown_everywhere(at, [&] { (void)heap.allocate(30 * g, nullptr, spanning); });
+  const auto said =
+      thrown_by_all(*at.ranks, [&] { (void)heap.allocate(30 * g, nullptr, spanning); });
   EXPECT_THAT(said, HasSubstr("of addresses are left"));
   EXPECT_THAT(said, HasSubstr("raise the region's `reserve`"));
   EXPECT_EQ(heap.region().size(), size);
@@ -150,7 +151,8 @@ void pools_have_segments_of_their_own(const rank_context& at) {
   }
   const std::size_t borrowed = heap.allocate(g);
   EXPECT_EQ(borrowed, g);
-  EXPECT_THAT(thrown_everywhere(at, [&] { (void)heap.allocate(g); }), HasSubstr("out_of_memory"));
+  EXPECT_THAT(thrown_by_all(*at.ranks, [&] { (void)heap.allocate(g); }),
+              HasSubstr("out_of_memory"));
   heap.free(borrowed);
   heap.release_pool(cold);
   heap.release_pool(other);

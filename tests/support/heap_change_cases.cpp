@@ -77,7 +77,7 @@ void cold_ranges_move_and_come_back(const rank_context& at) {
   EXPECT_EQ(tier_at(heap, blocks[0]), tier::device);
   EXPECT_EQ(tier_at(heap, blocks[1]), tier::host);
   EXPECT_EQ(heap.migrate(blocks[1], g, tier::host), 0u);
-  const auto said = thrown_everywhere(at, [&] { heap.migrate(g, g + 512, tier::host); });
+  const auto said = thrown_by_all(*at.ranks, [&] { heap.migrate(g, g + 512, tier::host); });
   EXPECT_THAT(said, HasSubstr("the device_only allocation of 2097152 bytes at offset 4194304"));
   EXPECT_EQ(heap.migrate(0, 3 * g, tier::host), 2 * g) << "asked for the whole of it";
   EXPECT_EQ(heap.migrate(0, 3 * g, tier::device), 3 * g);
@@ -116,8 +116,8 @@ void a_region_that_is_backed_already_is_used(const rank_context& at) {
   const std::size_t mixed = heap.allocate(g);
   EXPECT_EQ(mixed, g) << "where one rank has host memory, it is host memory";
   EXPECT_THAT(
-      thrown_everywhere(
-          at, [&] { (void)heap.allocate(g, nullptr, {.tiers = tier_policy::device_only}); }),
+      thrown_by_all(*at.ranks,
+                    [&] { (void)heap.allocate(g, nullptr, {.tiers = tier_policy::device_only}); }),
       HasSubstr("out_of_memory"));
   heap.check_invariants();
   heap.close();
@@ -133,14 +133,14 @@ void the_first_call_that_differs_is_named(const rank_context& at) {
   const std::size_t a = heap.allocate(4096);
   (void)heap.allocate(mine ? 8192 : 4096, nullptr, {.alignment = 1024});
   (void)heap.allocate(512);
-  const auto said = thrown_everywhere(at, [&] { heap.verify(); });
+  const auto said = thrown_by_all(*at.ranks, [&] { heap.verify(); });
   EXPECT_THAT(said, HasSubstr("differ from call 2: rank 0: allocate 4096 bytes aligned to 1024, "
                               "device_first, pool 0 -> offset 4096; rank " +
                               std::to_string(odd.value) + ": allocate 8192 bytes"));
   EXPECT_THAT(said, HasSubstr("every_call"));
   // It is found at growth as well, before anything is grown.
   const std::uint64_t epoch = heap.region().epoch();
-  EXPECT_THAT(thrown_everywhere(at, [&] { (void)heap.allocate(8 * at.granule()); }),
+  EXPECT_THAT(thrown_by_all(*at.ranks, [&] { (void)heap.allocate(8 * at.granule()); }),
               HasSubstr("differ from call 2"));
   EXPECT_EQ(heap.region().epoch(), epoch);
   heap.free(a);
@@ -149,7 +149,7 @@ void the_first_call_that_differs_is_named(const rank_context& at) {
   symmetric_heap counted(at.make());
   (void)counted.allocate(1);
   if (mine) (void)counted.allocate(2);
-  EXPECT_THAT(thrown_everywhere(at, [&] { counted.verify(); }),
+  EXPECT_THAT(thrown_by_all(*at.ranks, [&] { counted.verify(); }),
               HasSubstr("differ from call 2: rank 0: has made only 1 calls; rank " +
                         std::to_string(odd.value) + ": allocate 2 bytes"));
   counted.close();
@@ -158,7 +158,7 @@ void the_first_call_that_differs_is_named(const rank_context& at) {
   (void)forgetful.allocate(512);
   (void)forgetful.allocate(mine ? 1 : 2);
   for (int i = 0; i < 8; ++i) (void)forgetful.allocate(512);
-  EXPECT_THAT(thrown_everywhere(at, [&] { forgetful.verify(); }),
+  EXPECT_THAT(thrown_by_all(*at.ranks, [&] { forgetful.verify(); }),
               HasSubstr("differ, at or before call 7"));
   forgetful.close();
 }
@@ -170,7 +170,7 @@ void every_call_is_compared_when_asked_for(const rank_context& at) {
   const std::size_t b = heap.allocate(4096);
   heap.record_stream(a, nullptr);
   const auto said =
-      thrown_everywhere(at, [&] { heap.free(at.ranks->rank() == rank_id{0} ? a : b); });
+      thrown_by_all(*at.ranks, [&] { heap.free(at.ranks->rank() == rank_id{0} ? a : b); });
   EXPECT_THAT(said,
               HasSubstr("differ from call 4: rank 0: free offset 0; rank 1: free offset 4096"));
   heap.close();
@@ -180,7 +180,7 @@ void options_that_differ_are_refused(const rank_context& at) {
   if (at.ranks->size() == 1) return;
   const std::size_t step = at.ranks->rank() == rank_id{1} ? 8_MiB : 4_MiB;
   const auto said =
-      thrown_everywhere(at, [&] { symmetric_heap(at.make(), {.growth_step = step}); });
+      thrown_by_all(*at.ranks, [&] { symmetric_heap(at.make(), {.growth_step = step}); });
   EXPECT_THAT(said, HasSubstr("rank 0 gave growth_step 4194304"));
 }
 

@@ -18,17 +18,6 @@
 
 namespace evmm::test {
 
-/// What `call` throws, the same text on every rank.
-template <class Call>
-std::string thrown_everywhere(const rank_context& at, Call&& call) {
-  const std::string said = thrown_by(call);
-  for (const auto& other : at.ranks->all_gather(std::as_bytes(std::span{said}))) {
-    EXPECT_EQ(std::string(reinterpret_cast<const char*>(other.data()), other.size()), said)
-        << "all ranks throw the same error";
-  }
-  return said;
-}
-
 inline address address_of(const std::byte* at) {
   return reinterpret_cast<address>(at);
 }

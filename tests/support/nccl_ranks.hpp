@@ -3,6 +3,7 @@
 
 #include "tests/support/fake_nccl.hpp"
 #include "tests/support/nccl_window_checks.hpp"
+#include "tests/support/scoped_variable.hpp"
 #include "tests/support/symmetric_cases.hpp"
 #include "tests/support/thread_ranks.hpp"
 
@@ -58,32 +59,6 @@ class nccl_fixture {
 
  private:
   fake_nccl_counts before_ = fake_nccl_count();
-};
-
-/// That all ranks have the same text.
-inline void expect_same_text(bootstrap& ranks, const std::string& mine) {
-  for (const auto& other : ranks.all_gather(std::as_bytes(std::span{mine}), "test: same text")) {
-    EXPECT_EQ(std::string(reinterpret_cast<const char*>(other.data()), other.size()), mine);
-  }
-}
-
-/// What `call` throws: the same text on every rank.
-inline std::string thrown_by_all(bootstrap& ranks, const std::function<void()>& call) {
-  std::string said = thrown_by(call);
-  expect_same_text(ranks, said);
-  return said;
-}
-
-/// A variable of the environment, for a scope.
-class scoped_variable {
- public:
-  scoped_variable(const char* name, const char* value) : name_(name) { ::setenv(name, value, 1); }
-  scoped_variable(const scoped_variable&) = delete;
-  scoped_variable& operator=(const scoped_variable&) = delete;
-  ~scoped_variable() { ::unsetenv(name_); }
-
- private:
-  const char* name_;
 };
 
 }  // namespace evmm::test

@@ -26,17 +26,6 @@ std::uint64_t seed_of(std::uint64_t seed, rank_id rank) {
   return seed * 100 + static_cast<std::uint64_t>(rank.value);
 }
 
-/// What `call` throws, the same text on every rank.
-std::string thrown_everywhere(const rank_context& at, const std::function<void()>& call) {
-  const std::string said = thrown_by(call);
-  const auto all = at.ranks->all_gather(std::as_bytes(std::span{said}));
-  for (const auto& other : all) {
-    EXPECT_EQ(std::string(reinterpret_cast<const char*>(other.data()), other.size()), said)
-        << "all ranks throw the same error";
-  }
-  return said;
-}
-
 void grows_and_is_reached_by_every_peer(const rank_context& at) {
   auto region = at.make();
   EXPECT_EQ(region.rank(), at.ranks->rank());
@@ -192,10 +181,10 @@ void different_arguments_are_an_error_for_all(const rank_context& at) {
   const bool odd = at.ranks->rank() == rank_id{1};
   const auto before = layout(region);
   std::string said =
-      thrown_everywhere(at, [&] { region.grow(tier::device, at.granule() * (odd ? 2 : 1)); });
+      thrown_by_all(*at.ranks, [&] { region.grow(tier::device, at.granule() * (odd ? 2 : 1)); });
   EXPECT_EQ(said.find("invalid_argument"), 0u) << said;
   EXPECT_NE(said.find("rank 1 grow by 4.0 MiB"), std::string::npos) << said;
-  said = thrown_everywhere(at, [&] {
+  said = thrown_by_all(*at.ranks, [&] {
     if (odd) {
       region.shrink(at.granule());
     } else {
@@ -205,7 +194,7 @@ void different_arguments_are_an_error_for_all(const rank_context& at) {
   EXPECT_NE(said.find("rank 1 shrink"), std::string::npos) << said;
   EXPECT_EQ(layout(region), before);
   expect_still_shared(region, 8);
-  said = thrown_everywhere(at, [&] {
+  said = thrown_by_all(*at.ranks, [&] {
     symmetric_region(at.ranks, at.on,
                      {.device = at.device, .reserve = (odd ? 8 : 4) * at.granule()});
   });
@@ -217,7 +206,9 @@ void different_arguments_are_an_error_for_all(const rank_context& at) {
 
 void wrong_calls_are_refused_alike(const rank_context& at) {
   auto region = at.make({.reserve = 4 * at.granule()});
-  const auto says = [&](const std::function<void()>& call) { return thrown_everywhere(at, call); };
+  const auto says = [&](const std::function<void()>& call) {
+    return thrown_by_all(*at.ranks, call);
+  };
   EXPECT_NE(says([&] { region.grow(tier::device, 0); }).find("0 bytes"), std::string::npos);
   EXPECT_NE(says([&] { region.grow(tier::host, 5 * at.granule()); }).find("reserve"),
             std::string::npos);
@@ -258,7 +249,7 @@ std::string log_of_collective_observers(const rank_context& at, symmetric_region
     log += "second ";
     if (refuses) throw unsupported("cannot come down");
   }});
-  log += thrown_everywhere(at, act).substr(0, 30);
+  log += thrown_by_all(*at.ranks, act).substr(0, 30);
   return log;
 }
 
@@ -292,7 +283,7 @@ void one_ranks_observer_vetoes_for_all(const rank_context& at) {
              if (at.ranks->rank() == last) throw unsupported("in use by a graph");
            },
        .after_change = [&](const region_change& change) { undone += change.committed ? 0 : 1; }});
-  const auto said = thrown_everywhere(at, [&] { region.migrate(0, tier::host); });
+  const auto said = thrown_by_all(*at.ranks, [&] { region.migrate(0, tier::host); });
   EXPECT_EQ(said.find("unsupported: rank " + std::to_string(last.value)), 0u) << said;
   EXPECT_EQ(undone, at.ranks->rank() == last ? 0 : 1);
   EXPECT_EQ(region.segments(region.rank())[0].where.kind, tier::device);

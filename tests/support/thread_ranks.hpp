@@ -1,8 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <evmm/comm/bootstrap.hpp>
+
+#include <gtest/gtest.h>
+
 #include <exception>
 #include <functional>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -48,6 +53,20 @@ std::string thrown_by(Body&& body) {
     return what(std::current_exception());
   }
   return {};
+}
+
+/// That all ranks have the same text.
+inline void expect_same_text(bootstrap& ranks, const std::string& mine) {
+  for (const auto& other : ranks.all_gather(std::as_bytes(std::span{mine}), "test: same text")) {
+    EXPECT_EQ(std::string(reinterpret_cast<const char*>(other.data()), other.size()), mine);
+  }
+}
+
+/// What `call` throws: the same text on every rank.
+inline std::string thrown_by_all(bootstrap& ranks, const std::function<void()>& call) {
+  std::string said = thrown_by(call);
+  expect_same_text(ranks, said);
+  return said;
 }
 
 }  // namespace evmm::test

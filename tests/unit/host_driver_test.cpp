@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/support/fault_driver.hpp"
+#include "tests/support/scoped_variable.hpp"
 
 #include <evmm/address_range.hpp>
 #include <evmm/error.hpp>
@@ -12,7 +13,6 @@
 #include <gtest/gtest.h>
 
 #include <array>
-#include <cstdlib>
 #include <future>
 #include <memory>
 #include <optional>
@@ -32,18 +32,6 @@ using ::testing::HasSubstr;
 
 constexpr memory_location k_device{tier::device, 0};
 constexpr memory_location k_host{tier::host, 0};
-
-/// Sets a variable for the scope.
-class scoped_variable {
- public:
-  scoped_variable(const char* name, const char* value) : name_(name) { ::setenv(name, value, 1); }
-  scoped_variable(const scoped_variable&) = delete;
-  scoped_variable& operator=(const scoped_variable&) = delete;
-  ~scoped_variable() { ::unsetenv(name_); }
-
- private:
-  const char* name_;
-};
 
 /// What the call's exception says.
 template <class Call>
