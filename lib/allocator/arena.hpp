@@ -44,7 +44,7 @@ struct segment_record {
 /// lies depends little on where memory happens to be: a program that repeats itself finds its
 /// places again, and the memory that was mapped there.
 ///
-/// Threads: everything is under lock(), except what is const from construction on.
+/// Threads: everything is under guard(), except what is const from construction on.
 class alignas(128) arena {
  public:
   /// `clock` ticks with the allocator's slow requests and dates free blocks.
