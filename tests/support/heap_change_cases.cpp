@@ -2,6 +2,7 @@
 #include "tests/support/heap_cases.hpp"
 #include "tests/support/heap_checks.hpp"
 #include "tests/support/scoped_capture.hpp"
+#include "tests/support/thread_ranks.hpp"
 
 #include <evmm/comm/symmetric_buffer.hpp>
 #include <evmm/error.hpp>

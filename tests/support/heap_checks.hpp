@@ -3,7 +3,6 @@
 
 #include "tests/support/patterns.hpp"
 #include "tests/support/symmetric_cases.hpp"
-#include "tests/support/thread_ranks.hpp"
 
 #include <evmm/comm/symmetric_heap.hpp>
 
@@ -11,8 +10,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <span>
-#include <string>
 
 // What the cases of symmetric_heap look at.
 
