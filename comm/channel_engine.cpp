@@ -24,10 +24,11 @@ struct channel_engine::operation {
   void release() { store_word(slot->released, ticket); }
 };
 
-channel_engine::channel_engine(driver& on, std::shared_ptr<node_link> link, const own_parts& own,
+channel_engine::channel_engine(driver& on, std::shared_ptr<node_link> link,
+                               std::shared_ptr<large_transfers> large, const own_parts& own,
                                const courier::settings& how)
     : on_(on), slots_(on) {
-  if (link != nullptr) mail_.emplace(on, std::move(link), own, how);
+  if (link != nullptr) mail_.emplace(on, std::move(link), std::move(large), own, how);
   rescue_stream_ = on.create_stream(how.device);
   try {
     thread_ = std::thread([this] { run(); });
@@ -89,10 +90,8 @@ void channel_engine::end(operation& begun, native_stream stream) {
   finish(address_of(begun.slot->released), begun.ticket, begun, stream);
 }
 
-void channel_engine::get(rank_id from, std::size_t offset, address into, std::size_t bytes,
-                         native_stream stream) {
-  end(begin(far_get{{.from = from, .offset = offset, .into = into, .bytes = bytes}}, stream),
-      stream);
+void channel_engine::get(far_get wanted, native_stream stream) {
+  end(begin(get_call{wanted}, stream), stream);
 }
 
 void channel_engine::wait(address word, std::uint64_t least, rank_id from, std::string what,
@@ -129,7 +128,7 @@ void channel_engine::run() {
     {
       std::unique_lock lock(mutex_);
       under_way_.splice(under_way_.end(), new_);
-      const bool nothing_to_do = under_way_.empty() && (!mail_ || failure_);
+      const bool nothing_to_do = under_way_.empty() && (!mail_ || gave_up_);
       idle_ = under_way_.empty() && (nothing_to_do || mail_->idle());
       if (idle_) drained_.notify_all();
       if (stop_) break;
@@ -147,7 +146,10 @@ void channel_engine::run() {
         fail(describe_error(std::current_exception()));
       }
     }
-    if (failed()) let_go();
+    if (failed()) {
+      if (mail_ && !std::exchange(gave_up_, true)) mail_->give_up();
+      let_go();
+    }
     if (retire() || moved) {
       rest.renew();
     } else {
@@ -182,17 +184,17 @@ bool channel_engine::advance(operation& each, clock::time_point now) {
     if (put->left == 0) each.release();
     return moved;
   }
-  if (auto* const get = std::get_if<far_get>(&each.what)) {
-    courier::incoming& letter = get->letter;
+  if (auto* const get = std::get_if<get_call>(&each.what)) {
+    far_get& wanted = get->wanted;
     if (!std::exchange(get->asked, true)) {
-      mail_->ask(letter);
+      mail_->ask(wanted);
       return true;
     }
-    if (letter.received == letter.bytes) {
+    if (wanted.received == wanted.bytes) {
       each.release();
-    } else if (now - letter.since >= patience) {
+    } else if (now - wanted.since >= patience) {
       throw timed_out(fmt::format("rank {} did not answer a get of {} bytes within {:.1f} s",
-                                  letter.from.value, letter.bytes, seconds),
+                                  wanted.from.value, wanted.bytes, seconds),
                       help);
     }
     return false;

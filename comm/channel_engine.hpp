@@ -33,7 +33,8 @@ class channel_engine {
   using milliseconds = std::chrono::milliseconds;
 
   /// Without a link it only watches. Keeps references to `on` and `own`.
-  channel_engine(driver& on, std::shared_ptr<node_link> link, const own_parts& own,
+  channel_engine(driver& on, std::shared_ptr<node_link> link,
+                 std::shared_ptr<large_transfers> large, const own_parts& own,
                  const courier::settings& how);
   channel_engine(const channel_engine&) = delete;
   channel_engine& operator=(const channel_engine&) = delete;
@@ -47,7 +48,7 @@ class channel_engine {
   /// Starts to send once the stream gets here; the stream goes on with other work until end().
   operation& begin_put(std::vector<far_piece> pieces, native_stream stream);
   void end(operation& begun, native_stream stream);
-  void get(rank_id from, std::size_t offset, address into, std::size_t bytes, native_stream stream);
+  void get(far_get wanted, native_stream stream);
   /// Waits for a word that `from` will store; `what` is for the error if it does not.
   void wait(address word, std::uint64_t least, rank_id from, std::string what,
             native_stream stream);
@@ -65,8 +66,8 @@ class channel_engine {
  private:
   using clock = courier::clock;
   using operations = std::list<operation>;
-  struct far_get {
-    courier::incoming letter;
+  struct get_call {
+    far_get wanted;
     bool asked = false;
   };
   struct awaited_word {
@@ -75,7 +76,7 @@ class channel_engine {
     rank_id from;
     std::string what;
   };
-  using work = std::variant<courier::outgoing, far_get, awaited_word>;
+  using work = std::variant<courier::outgoing, get_call, awaited_word>;
 
   operation& begin(work what, native_stream stream);
   void finish(address word, std::uint64_t least, operation& begun, native_stream stream);
@@ -102,7 +103,9 @@ class channel_engine {
   std::optional<wire_error> failure_;
   std::atomic<bool> failed_ = false;
 
-  operations under_way_;  ///< the thread's own
+  // The thread's own.
+  operations under_way_;
+  bool gave_up_ = false;  ///< the courier has, after a failure
   std::thread thread_;
 };
 

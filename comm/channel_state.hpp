@@ -60,6 +60,10 @@ struct symmetric_channel::state {
   void compare_blocks(std::span<const outgoing_block> out, std::span<const incoming_block> in);
   void move_blocks(std::span<const outgoing_block> out, std::span<const incoming_block> in,
                    native_stream stream);
+  /// Whether so much from or to an address goes by large_transfers.
+  bool goes_large(address at, std::size_t bytes) const {
+    return transfers != nullptr && bytes >= transfers->least() && on.kernels_reach(at);
+  }
   /// Adds to the bytes of one path.
   void count(channel_path path, std::size_t bytes);
   /// Runs what must be done wholly or not at all: a failure breaks the channel, so that its peers
@@ -74,6 +78,7 @@ struct symmetric_channel::state {
   bool check_counts = false;
   std::shared_ptr<node_link> link;
   std::unique_ptr<node_exchange> far;  ///< null where messages carry the far part of all_to_all_v
+  std::shared_ptr<large_transfers> transfers;  ///< null where messages carry large puts and gets
   std::optional<symmetric_region> control;
   own_parts own;
   observer_subscription follows;

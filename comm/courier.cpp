@@ -16,17 +16,30 @@ namespace evmm {
 
 namespace {
 constexpr std::size_t k_head = sizeof(message_head);
+
+peer_error unknown(const message_head& head, rank_id from) {
+  return peer_error(
+      fmt::format("rank {} sent a message of unknown kind {}", from.value, head.what));
+}
 }  // namespace
 
-courier::courier(driver& on, std::shared_ptr<node_link> link, const own_parts& own,
-                 const settings& how)
+courier::courier(driver& on, std::shared_ptr<node_link> link,
+                 std::shared_ptr<large_transfers> large, const own_parts& own, const settings& how)
     : on_(on),
       link_(std::move(link)),
       own_(own),
       chunk_bytes_(how.chunk_bytes),
       out_(on, how.device, k_head + how.chunk_bytes, how.chunks),
       in_(on, how.device, k_head + how.chunk_bytes, how.chunks),
-      put_before_(on, how.device) {}
+      put_before_(on, how.device) {
+  if (large == nullptr) return;
+  large_.emplace(on, how.device, std::move(large), own, in_.stream(),
+                 [this](rank_id to, const message_head& head) { stage(to, head, 0, nullptr); });
+}
+
+void courier::give_up() noexcept {
+  if (large_) large_->give_up();
+}
 
 courier::~courier() {
   // What was not handed to the link, or is over with it, needs its memory no more.
@@ -43,7 +56,7 @@ courier::~courier() {
 
 bool courier::stage(rank_id to, message_head head, address from, std::size_t* left) {
   parcel next{.to = to, .left = left};
-  const bool bytes = head.what != message_head::get && head.bytes > 0;
+  const bool bytes = from != 0 && head.bytes > 0;
   if (bytes) {
     next.chunk = out_.take();
     if (!next.chunk) return false;
@@ -66,15 +79,16 @@ bool courier::send(outgoing& put) {
   bool moved = false;
   for (; put.piece < put.pieces.size(); ++put.piece, put.staged = 0, --put.left) {
     const far_piece& piece = put.pieces[put.piece];
+    if (piece.large) {
+      large_->put(piece, put.left);
+      moved = true;
+      continue;
+    }
     do {
       const std::size_t bytes = std::min(chunk_bytes_, piece.bytes - put.staged);
       message_head head{
           .what = message_head::put, .offset = piece.offset + put.staged, .bytes = bytes};
-      if (piece.signal && put.staged + bytes == piece.bytes) {
-        head.signals = piece.control ? message_head::control : message_head::data;
-        head.signal_offset = piece.signal->offset;
-        head.signal_value = piece.signal->value;
-      }
+      if (put.staged + bytes == piece.bytes) piece.signal_with(head);
       if (!stage(piece.to, head, piece.from + put.staged, &put.left)) return moved;
       put.staged += bytes;
       moved = true;
@@ -83,7 +97,8 @@ bool courier::send(outgoing& put) {
   return moved;
 }
 
-void courier::ask(incoming& get) {
+void courier::ask(far_get& get) {
+  if (get.large) return large_->get(get);
   get.since = clock::now();
   const std::uint64_t id = next_id_++;
   asked_.emplace(id, &get);
@@ -185,17 +200,6 @@ bool courier::carry_out() {
   return moved;
 }
 
-/// A rank may have grown its region, and put to it, before this rank has heard that all did.
-bool courier::reaches(const message_head& head) const {
-  return own_.data.holds(head.offset, head.bytes) &&
-         (head.signals == message_head::none ||
-          signalled(head).holds(head.signal_offset, sizeof(std::uint64_t)));
-}
-
-const own_part& courier::signalled(const message_head& head) const {
-  return head.signals == message_head::control ? own_.control : own_.data;
-}
-
 bool courier::apply(delivery& message) {
   const message_head head = message.head();
   if (head.magic != message_head().magic) {
@@ -205,11 +209,11 @@ bool courier::apply(delivery& message) {
   }
   switch (head.what) {
     case message_head::put:
-      if (!reaches(head)) return false;
+      if (!own_.reach(head)) return false;
       apply_put(head, message);
       return true;
     case message_head::get:
-      if (!reaches(head)) return false;
+      if (!own_.reach(head)) return false;
       on_.record(put_before_.get(), in_.stream());
       on_.wait(out_.stream(), put_before_.get());
       answers_.push_back({message.from, head.id, head.offset, head.bytes});
@@ -218,8 +222,26 @@ bool courier::apply(delivery& message) {
       apply_answer(head, message);
       return true;
     default:
-      throw peer_error(
-          fmt::format("rank {} sent a message of unknown kind {}", message.from.value, head.what));
+      if (!large_) throw unknown(head, message.from);
+      return apply_large(head, message.from);
+  }
+}
+
+bool courier::apply_large(const message_head& head, rank_id from) {
+  switch (head.what) {
+    case message_head::request_to_send:
+      if (!own_.reach(head)) return false;
+      large_->on_request_to_send(from, head);
+      return true;
+    case message_head::clear_to_send:
+      if (head.id == 0 && !own_.reach(head)) return false;
+      large_->on_clear_to_send(from, head);
+      return true;
+    case message_head::received:
+      large_->on_received(from, head);
+      return true;
+    default:
+      throw unknown(head, from);
   }
 }
 
@@ -232,7 +254,7 @@ void courier::apply_put(const message_head& head, delivery& message) {
     bytes_received_ += head.bytes;
   }
   if (head.signals != message_head::none) {
-    on_.store_word(signalled(head).base + head.signal_offset, head.signal_value, in_.stream());
+    on_.store_word(own_.signalled(head).base + head.signal_offset, head.signal_value, in_.stream());
   }
 }
 
@@ -242,7 +264,7 @@ void courier::apply_answer(const message_head& head, delivery& message) {
       head.offset + head.bytes > found->second->bytes) {
     throw peer_error(fmt::format("rank {} answered what nobody asked", message.from.value));
   }
-  incoming& get = *found->second;
+  far_get& get = *found->second;
   applied_.push_back({*message.chunk, &get, head.bytes});
   on_.copy(get.into + head.offset, reinterpret_cast<address>(message.chunk->at + k_head),
            head.bytes, in_.stream());
@@ -273,7 +295,8 @@ bool courier::advance() {
   moved = begin_receives() || moved;
   moved = carry_out() || moved;
   moved = finish_applied() || moved;
-  return answer() || moved;
+  moved = answer() || moved;
+  return (large_ && large_->advance()) || moved;
 }
 
 void courier::check_deadlines(clock::time_point now, std::chrono::milliseconds patience) const {
@@ -292,11 +315,12 @@ void courier::check_deadlines(clock::time_point now, std::chrono::milliseconds p
                                   message.from.value, seconds));
     }
     const message_head head = message.head();
-    if (reaches(head)) continue;
+    if (own_.reach(head)) continue;
     throw peer_error(fmt::format("rank {} uses offset {} of this rank's part, which has {} bytes",
                                  message.from.value, head.offset, own_.data.size.load()),
                      "change a region on all ranks, and use what it had only before");
   }
+  if (large_) large_->check_deadlines(now, patience);
 }
 
 }  // namespace evmm

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/nccl_gin.hpp"
 #include "comm/nccl_state.hpp"
+#include "comm/nccl_transfers.hpp"
 #include "lib/support/log.hpp"
 
 #include <evmm/comm/nccl_link.hpp>
@@ -89,6 +90,14 @@ class nccl_link final : public node_link {
     log().info("rank {}: exchanges between nodes go by {}", over_->ranks->rank().value,
                plain->way());
     return plain;
+  }
+
+  std::unique_ptr<large_transfers> make_large_transfers(device_id device) override {
+    const std::string why =
+        agree_on_reason(*over_->ranks, options_.large == 0 ? "nccl_link_options::large is 0" : "",
+                        "nccl_link: large puts and gets?");
+    if (!why.empty()) return nullptr;
+    return make_nccl_transfers(*over_, device, options_.large, options_.large_piece);
   }
 
  private:

@@ -26,7 +26,13 @@ constexpr std::size_t k_largest_chunk = std::size_t{1} << 30;  // MPI counts byt
 struct shared_options {
   std::uint64_t chunk_bytes;
   std::uint64_t check_counts;
+  std::uint64_t large;
   std::uint64_t link_given;
+
+  std::string text() const {
+    return fmt::format("chunk_bytes {}, check_counts {}, large {}, {} link", chunk_bytes,
+                       check_counts, large, link_given != 0 ? "a" : "no");
+  }
   friend bool operator==(const shared_options&, const shared_options&) = default;
 };
 
@@ -67,17 +73,15 @@ symmetric_channel::state::state(symmetric_region& over, const channel_options& o
       link(options.link),
       latest(on, region.device()) {
   agree_on(ranks, "symmetric_channel: options", [&] { check_options(options); });
-  const auto given = ranks.all_gather_value(
-      shared_options{options.chunk_bytes, options.check_counts, options.link != nullptr},
-      "symmetric_channel: compare options");
+  const auto given =
+      ranks.all_gather_value(shared_options{options.chunk_bytes, options.check_counts,
+                                            options.large, options.link != nullptr},
+                             "symmetric_channel: compare options");
   for (std::size_t r = 1; r < given.size(); ++r) {
     if (given[r] == given[0]) continue;
     throw invalid_argument(
-        fmt::format("channel_options differ between ranks: rank 0 gave chunk_bytes {}, "
-                    "check_counts {}, {} link; rank {} gave {}, {}, {} link",
-                    given[0].chunk_bytes, given[0].check_counts, given[0].link_given ? "a" : "no",
-                    r, given[r].chunk_bytes, given[r].check_counts,
-                    given[r].link_given ? "a" : "no"),
+        fmt::format("channel_options differ between ranks: rank 0 gave {}; rank {} gave {}",
+                    given[0].text(), r, given[r].text()),
         "give every rank the same options");
   }
   if (ranks.node_count() == 1) {
@@ -88,7 +92,9 @@ symmetric_channel::state::state(symmetric_region& over, const channel_options& o
   if (link != nullptr) {
     counts.link = link->name();
     far = link->make_exchange(region);
+    if (options.large) transfers = link->make_large_transfers(region.device());
   }
+  if (transfers != nullptr) counts.large = transfers->way();
 
   const std::size_t words = channel_word_bytes(static_cast<std::size_t>(size()));
   control.emplace(borrowed(ranks), borrowed(on),
@@ -107,7 +113,7 @@ symmetric_channel::state::state(symmetric_region& over, const channel_options& o
     follows = region.observe({.after_change = [this](const region_change&) {
       own.data.size.store(region.size(), std::memory_order_release);
     }});
-    engine.emplace(on, link, own,
+    engine.emplace(on, link, transfers, own,
                    courier::settings{region.device(), options.chunk_bytes, options.chunks});
   });
 }
@@ -140,6 +146,14 @@ void symmetric_channel::state::close() {
     failure = std::current_exception();
   }
   engine.reset();
+  if (failure == nullptr && transfers != nullptr) {  // so it is on all ranks
+    try {
+      transfers->close();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+  }
+  transfers.reset();
   control.reset();
   far.reset();
   link.reset();
@@ -214,8 +228,14 @@ void symmetric_channel::state::put(rank_id to, std::size_t offset, std::span<con
   const auto source = reinterpret_cast<address>(from.data());
   const channel_path way = path(to);
   if (way == channel_path::link) {
-    const far_piece piece{to, source, from.size(), offset, signal};
+    const far_piece piece{.to = to,
+                          .from = source,
+                          .bytes = from.size(),
+                          .offset = offset,
+                          .signal = signal,
+                          .large = goes_large(source, from.size())};
     engine->end(engine->begin_put({piece}, stream), stream);
+    if (piece.large) counts.large_bytes += piece.bytes;
   } else {
     const auto base = reinterpret_cast<address>(region.peer(to));
     on.copy(base + offset, source, from.size(), stream);
@@ -233,7 +253,13 @@ void symmetric_channel::state::get(rank_id from, std::size_t offset, std::span<s
   const auto target = reinterpret_cast<address>(into.data());
   const channel_path way = path(from);
   if (way == channel_path::link) {
-    engine->get(from, offset, target, into.size(), stream);
+    const far_get wanted{.from = from,
+                         .offset = offset,
+                         .into = target,
+                         .bytes = into.size(),
+                         .large = goes_large(target, into.size())};
+    engine->get(wanted, stream);
+    if (wanted.large) counts.large_bytes += wanted.bytes;
   } else {
     on.copy(target, reinterpret_cast<address>(region.peer(from)) + offset, into.size(), stream);
   }

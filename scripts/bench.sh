@@ -27,7 +27,7 @@ TEXT
 }
 
 # Areas whose program is a job of several ranks, run under mpirun.
-on_ranks=(symmetric heap nccl ep)
+on_ranks=(symmetric heap nccl nodes ep)
 
 # The plots of an area, one a line: what the file's name ends in (- for nothing), then options of
 # plot_bench.py.

@@ -136,6 +136,10 @@ class driver {
   virtual std::vector<process_usage> processes(device_id device) const = 0;
   /// Whether `from` can load and store memory of `to`; true for a device and itself.
   virtual bool can_access(device_id from, device_id to) const = 0;
+  /// Whether kernels may touch what lies at an address, by what the driver knows of it: mapped,
+  /// page-locked or stream-ordered memory, made by whomever in this process. copy() takes any
+  /// other memory of the process as well, on which a kernel faults.
+  virtual bool kernels_reach(address at) const = 0;
   /// The device that calls of the CUDA runtime mean on this thread (cudaGetDevice); nullopt while
   /// the thread has none, which they take for device 0.
   virtual std::optional<device_id> current_device() const = 0;

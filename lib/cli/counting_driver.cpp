@@ -37,6 +37,9 @@ memory_usage counting_driver::usage(memory_location where) const {
 bool counting_driver::can_access(device_id from, device_id to) const {
   return inner_->can_access(from, to);
 }
+bool counting_driver::kernels_reach(address at) const {
+  return inner_->kernels_reach(at);
+}
 std::optional<device_id> counting_driver::current_device() const {
   return inner_->current_device();
 }

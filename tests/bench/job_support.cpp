@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <string_view>
 #include <utility>
 
@@ -18,6 +19,12 @@ class silent : public benchmark::BenchmarkReporter {
   bool ReportContext(const Context&) override { return true; }
   void ReportRuns(const std::vector<Run>&) override {}
 };
+
+/// This rank's place on its machine, which may stand for several nodes.
+int place_on_machine(const bootstrap& ranks) {
+  const char* const place = std::getenv("OMPI_COMM_WORLD_LOCAL_RANK");
+  return place != nullptr ? std::atoi(place) : ranks.node_rank();
+}
 
 }  // namespace
 
@@ -54,7 +61,7 @@ int run_job(int argc, char** argv, void (*add)(const job& at),
   const machine here = find_machine();
   const job at{.ranks = ranks,
                .on = test::fault_driver::make(here.on),
-               .device = {ranks->node_rank() % here.on->device_count()}};
+               .device = {place_on_machine(*ranks) % here.on->device_count()}};
   if (ranks->rank() != rank_id{0}) {  // one rank writes the file
     argc = static_cast<int>(std::remove_if(argv, argv + argc,
                                            [](const char* argument) {

@@ -25,7 +25,7 @@ struct channel_bench {
                          const channel_options& options = {.chunk_bytes = k_chunk, .chunks = 3})
       : at(context),
         region(grown_region(context)),
-        channel(region, options),
+        channel(region, linked(context, options)),
         stream(context.on->create_stream(context.device)) {}
   channel_bench(const channel_bench&) = delete;
   channel_bench& operator=(const channel_bench&) = delete;
@@ -36,6 +36,13 @@ struct channel_bench {
     made.grow(tier::device, context.granule());
     made.grow(tier::host, context.granule());
     return made;
+  }
+
+  static channel_options linked(const rank_context& context, channel_options options) {
+    if (context.link && options.link == nullptr && context.ranks->node_count() > 1) {
+      options.link = context.link();
+    }
+    return options;
   }
 
   int ranks() const { return at.ranks->size(); }

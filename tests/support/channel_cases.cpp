@@ -224,7 +224,7 @@ void wrong_calls_are_refused_with_value_and_limit(const rank_context& at) {
   says([&] { symmetric_channel(b.region, {.chunk_bytes = 1}); }, "chunk_bytes is 1");
   if (b.ranks() > 1) {
     says([&] { symmetric_channel(b.region, {.chunk_bytes = b.me() == 1 ? 8192u : 4096u}); },
-         "rank 1 gave 8192");
+         "rank 1 gave chunk_bytes 8192");
   }
   b.region.close();
 }

@@ -171,6 +171,24 @@ TEST_P(driver_memory_contract, a_handle_is_released_once) {
 
 // --- mapping ------------------------------------------------------------------------------------
 
+TEST_P(driver_memory_contract, kernels_reach_what_it_mapped_or_locked) {
+  for (const auto where : tiers) {
+    const physical_memory memory(*on, {.bytes = 2 * granule, .where = where});
+    const address_range range(*on, 2 * granule);
+    const mapping mapped(*on, range.base(), memory, access_for(where));
+    EXPECT_TRUE(on->kernels_reach(range.base())) << to_string(where);
+    EXPECT_TRUE(on->kernels_reach(range.base() + 2 * granule - 1)) << to_string(where);
+  }
+  const address pinned = on->allocate_pinned(4096);
+  EXPECT_TRUE(on->kernels_reach(pinned));
+  on->free_pinned(pinned);
+  EXPECT_FALSE(on->kernels_reach(0));
+  if (on->info().kind == driver_kind::cuda) {
+    const std::vector<std::byte> ordinary(4096);
+    EXPECT_FALSE(on->kernels_reach(reinterpret_cast<address>(ordinary.data())));
+  }
+}
+
 TEST_P(driver_memory_contract, memory_keeps_its_bytes_wherever_it_is_mapped) {
   for (const auto where : tiers) {
     const physical_memory memory(*on, {.bytes = 2 * granule, .where = where});

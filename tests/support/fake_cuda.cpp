@@ -171,6 +171,9 @@ CUresult device_total(std::size_t* bytes, CUdevice) {
   *bytes = device_bytes();
   return CUDA_SUCCESS;
 }
+CUresult pointer_attribute(void*, CUpointer_attribute, CUdeviceptr) {
+  return CUDA_ERROR_INVALID_VALUE;
+}
 CUresult device_peer(int* can, CUdevice, CUdevice) {
   *can = 0;
   return CUDA_SUCCESS;
@@ -516,6 +519,7 @@ const std::map<std::string, void*> k_functions = {
     {"cuDeviceGetPCIBusId", untyped(device_pci)},
     {"cuDeviceTotalMem", untyped(device_total)},
     {"cuDeviceCanAccessPeer", untyped(device_peer)},
+    {"cuPointerGetAttribute", untyped(pointer_attribute)},
     {"cuDevicePrimaryCtxRetain", untyped(primary_retain)},
     {"cuDevicePrimaryCtxRelease", untyped(primary_release)},
     {"cuDevicePrimaryCtxGetState", untyped(primary_state)},

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <evmm/types.hpp>
+
 #include <cstddef>
+#include <functional>
 
 // A libnccl without GPUs, for memory of the host driver: ranks are threads or processes of one
 // machine. It looks up in /proc which handles lie behind an address, maps peers' memory as NCCL
@@ -29,7 +32,8 @@ struct fake_nccl_settings {
   int wrong_pointers = 0;                           ///< peers' addresses lead to the own memory
   int fail_deregister = 0;                          ///< the next deregistration of that rank fails
   int fail_init = 0;                                ///< its next communicator fails
-  int fail_device = 0;  ///< its next device communicator fails, and its peers wait for it
+  int fail_device = 0;    ///< its next device communicator fails, and its peers wait for it
+  int fail_transfer = 0;  ///< its next sends and receives fail, and their peers wait for them
 };
 
 /// Of this process.
@@ -45,7 +49,14 @@ struct fake_nccl_counts {
   int device_communicators = 0;
 };
 
+/// Runs a function of a rank in the order of a stream.
+using fake_nccl_launch = std::function<void(int rank, native_stream, std::function<void()>)>;
+
 }  // namespace evmm::test
+
+/// How ncclSend and ncclRecv of this process's ranks, which are threads, get onto streams; without,
+/// and after null, they are refused.
+void fake_nccl_launch_by(evmm::test::fake_nccl_launch launch);
 
 extern "C" {
 void fake_nccl_configure(const evmm::test::fake_nccl_settings* settings);

@@ -31,6 +31,8 @@ class meeting {
   meeting& operator=(const meeting&) = delete;
   ~meeting();
 
+  const std::string& path() const { return path_; }
+
   /// Every rank's message; nullopt once `give_up` is set.
   std::optional<std::vector<message>> gather(const message& mine, const std::atomic<bool>& give_up);
 

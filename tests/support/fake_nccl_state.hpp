@@ -46,6 +46,7 @@ struct ncclComm {
   std::atomic<int> result{evmm::nccl_success};
   std::thread work;
   bool first_collective = false;
+  std::atomic<int> on_streams{0};  ///< sends and receives that are not over
   std::vector<std::unique_ptr<ncclWindow_vidmem>> windows;
   int device_communicators = 0;
   mutable std::list<registered_buffer> buffers;  ///< NCCL registers them on a const one

@@ -193,6 +193,7 @@ class fault_driver_impl final : public fault_driver {
   bool can_access(device_id from, device_id to) const override {
     return inner_->can_access(from, to);
   }
+  bool kernels_reach(address at) const override { return inner_->kernels_reach(at); }
   std::optional<device_id> current_device() const override { return inner_->current_device(); }
   void set_current_device(std::optional<device_id> device) override {
     inner_->set_current_device(device);

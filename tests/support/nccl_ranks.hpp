@@ -19,7 +19,9 @@
 #include <cstdlib>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 // Ranks with regions and windows on the fake NCCL.
@@ -39,6 +41,20 @@ inline void run_nccl_ranks(int size, const std::function<void(const rank_context
   });
   for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
 }
+
+/// While it is there, sends and receives of ranks with these drivers go onto their streams.
+class fake_nccl_streams {
+ public:
+  explicit fake_nccl_streams(std::vector<std::shared_ptr<driver>> of_ranks) {
+    fake_nccl_launch_by([of_ranks = std::move(of_ranks)](int rank, native_stream stream,
+                                                         std::function<void()> work) {
+      of_ranks[static_cast<std::size_t>(rank)]->launch(stream, std::move(work));
+    });
+  }
+  fake_nccl_streams(const fake_nccl_streams&) = delete;
+  fake_nccl_streams& operator=(const fake_nccl_streams&) = delete;
+  ~fake_nccl_streams() { fake_nccl_launch_by(nullptr); }
+};
 
 /// Every test starts from a fake of one version, and ends with nothing registered in it.
 class nccl_fixture {

@@ -2,10 +2,12 @@
 #pragma once
 
 #include <evmm/comm/bootstrap.hpp>
+#include <evmm/comm/node_link.hpp>
 #include <evmm/comm/symmetric_region.hpp>
 #include <evmm/driver.hpp>
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -20,6 +22,8 @@ struct rank_context {
   std::shared_ptr<bootstrap> ranks;
   std::shared_ptr<driver> on;
   device_id device{0};
+  /// What channels between nodes go by; empty for the bootstrap's own link.
+  std::function<std::shared_ptr<node_link>()> link = {};
 
   std::size_t granule() const { return on->granularity(memory_location::on(device)); }
   symmetric_region make(symmetric_options options = {}) const;

@@ -56,11 +56,15 @@ class nccl_link_ways : public ::testing::Test {
     const nccl_fixture fake(settings);
     use_fake_gin(gin);
     const auto bootstraps = make_thread_bootstraps(2, {"a", "b"});
+    std::vector<std::shared_ptr<driver>> drivers;
+    for (int r = 0; r < 2; ++r) {
+      drivers.push_back(host_driver::make({.device_bytes = 1_GiB, .host_bytes = 4_GiB}));
+    }
+    const fake_nccl_streams streams(drivers);
     const auto thrown = run_ranks(2, [&](int rank) {
       const auto& ranks = bootstraps[static_cast<std::size_t>(rank)];
       ranks->set_timeout(timeout);
-      const rank_context at{.ranks = ranks,
-                            .on = host_driver::make({.device_bytes = 1_GiB, .host_bytes = 4_GiB})};
+      const rank_context at{.ranks = ranks, .on = drivers[static_cast<std::size_t>(rank)]};
       if (gin != nullptr) gin->drivers[static_cast<std::size_t>(rank)] = at.on;
       nccl_communicator nccl(ranks, at.on);
       each(at, {.link = make_nccl_link(nccl, ranks->make_link(), options)});

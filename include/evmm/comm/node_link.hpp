@@ -52,15 +52,55 @@ class node_exchange {
   virtual void drain() {}
 };
 
+/// Blocks that one rank sends while another receives them, straight between memory that their
+/// kernels reach: a channel's puts and gets of `least()` bytes or more, where a link has a better
+/// way than messages for those. One channel has it, and the link outlives it.
+///
+/// Order: what one rank sends another comes in the order of the calls. A rank begins a receive when
+///   its last one is over, and a send when the other has begun to receive: then transfers may wait
+///   for each other in a queue, yet never in a circle.
+/// Threads: one at a time, the channel's own.
+/// Streams: while it works, streams of the program may be waiting for what it moves. So it calls
+///   nothing that waits for them, such as the first launch of a kernel, which loads it.
+/// Errors: of every member but give_up(), what went wrong with any transfer so far.
+class large_transfers {
+ public:
+  /// One send or receive under way.
+  enum class transfer : std::uint64_t {};
+
+  large_transfers() = default;
+  large_transfers(const large_transfers&) = delete;
+  large_transfers& operator=(const large_transfers&) = delete;
+  /// Local. Ends what is under way.
+  virtual ~large_transfers() = default;
+
+  /// Which way the bytes go: for statistics and the log.
+  virtual std::string way() const = 0;
+  virtual std::size_t least() const = 0;
+  /// The most at a time. Others get their turn between two.
+  virtual std::size_t most() const = 0;
+  /// Starts to send what is complete behind an event.
+  virtual transfer send(rank_id to, address from, std::size_t bytes, native_event after) = 0;
+  /// Starts to receive to where nothing is written behind an event.
+  virtual transfer receive(rank_id from, address into, std::size_t bytes, native_event after) = 0;
+  /// Whether it is over. Asked until it is, and never again then.
+  virtual bool done(transfer which) = 0;
+  /// Ends all that is under way, wherever it stands; nothing else may be called afterwards.
+  virtual void give_up() noexcept = 0;
+  /// Collective, when nothing is under way on any rank: ends in good order, which may take less
+  /// time than the destructor alone.
+  virtual void close() {}
+};
+
 /// Moves bytes between ranks of different nodes, for symmetric_channel: over MPI, between threads
 /// of one process, or over whatever else implements it.
 ///
 /// What must be there: messages. Those from one rank to another arrive in the order in which they
 ///   were sent, and progress when either side calls anything here.
-/// What may be there: a node_exchange, as NCCL has it.
+/// What may be there: a node_exchange and large_transfers, as NCCL has them.
 ///
-/// Threads: the message members are called by one thread at a time, the channel's own;
-///   make_exchange() and what it makes by the user's, at the same time.
+/// Threads: the message members are called by one thread at a time, the channel's own; the make_
+///   members and a node_exchange by the user's, at the same time.
 /// Errors: peer_error for a peer that is lost, as far as the transport tells. Nothing waits, so
 ///   deadlines are the caller's.
 class node_link {
@@ -94,6 +134,8 @@ class node_link {
   /// Collective: what takes the far part of all_to_all_v over this region, on all ranks or none.
   /// Null where messages do.
   virtual std::unique_ptr<node_exchange> make_exchange(symmetric_region& region);
+  /// Collective: what takes large puts and gets, on all ranks or none. Null where messages do.
+  virtual std::unique_ptr<large_transfers> make_large_transfers(device_id device);
 };
 
 }  // namespace evmm

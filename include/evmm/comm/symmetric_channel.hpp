@@ -17,7 +17,8 @@ namespace [[gnu::visibility("default")]] evmm {
 enum class channel_path : std::uint8_t {
   local,   ///< this rank itself
   direct,  ///< through the mapping of its memory: ranks of this node
-  link,    ///< in messages, staged in page-locked memory: ranks of other nodes
+  link,    ///< by a node_link: ranks of other nodes. In messages, staged in page-locked memory, or
+           ///< as the link has better ways: channel_statistics tells which
 };
 /// "local", "direct", "link".
 const char* to_string(channel_path path) noexcept;
@@ -38,6 +39,9 @@ struct channel_options {
   /// and as often for receiving.
   std::size_t chunk_bytes = std::size_t{1} << 20;
   std::size_t chunks = 8;
+  /// Let large puts and gets go by the link's large_transfers, where it has them. What those cost
+  /// (communicators, on NCCL) is saved without.
+  bool large = true;
   /// Where the channel's own signals lie: one granule of each rank.
   tier signals = tier::device;
   /// Let all_to_all_v compare what ranks send and expect before anything moves. Costs a collective
@@ -55,6 +59,8 @@ struct channel_statistics {
   std::uint64_t link_bytes_received = 0;  ///< put here, or got, by ranks of other nodes
   std::string link;                       ///< its name; empty where all ranks share a node
   std::string exchange;  ///< which way the far part of all_to_all_v goes; empty: in messages
+  std::string large;     ///< which way large puts and gets to other nodes go; likewise
+  std::uint64_t large_bytes = 0;  ///< went that way, of link_bytes
 };
 
 /// What all_to_all_v sends to one rank.
@@ -70,8 +76,8 @@ struct incoming_block {
 };
 
 /// One-sided traffic between the parts of a symmetric region, in stream order: by copies and stores
-/// into the peer's mapping within a node, by messages that the peer's channel carries out for it
-/// across nodes. The target calls nothing for it.
+/// into the peer's mapping within a node; across nodes by messages that the peer's channel carries
+/// out for it, or receives by the link's large_transfers. The target calls nothing for it.
 ///
 /// Addresses: symmetric offsets of the region, on the other side; a change of the region needs no
 ///   new channel. What is put is there at the latest after a signal to the same rank, or a barrier,

@@ -23,6 +23,7 @@ namespace evmm {
   entry(device_get_pci_bus_id, cuDeviceGetPCIBusId, 4010)                      \
   entry(device_total_mem, cuDeviceTotalMem, 3020)                              \
   entry(device_can_access_peer, cuDeviceCanAccessPeer, 4000)                   \
+  entry(pointer_get_attribute, cuPointerGetAttribute, 4000)                    \
   entry(primary_ctx_retain, cuDevicePrimaryCtxRetain, 7000)                    \
   entry(primary_ctx_release, cuDevicePrimaryCtxRelease, 11000)                 \
   entry(primary_ctx_get_state, cuDevicePrimaryCtxGetState, 7000)               \

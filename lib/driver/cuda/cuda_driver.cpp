@@ -3,6 +3,7 @@
 
 #include "lib/driver/cuda/cuda_error.hpp"
 #include "lib/driver/cuda/nvml.hpp"
+#include "lib/support/format.hpp"
 #include "lib/support/log.hpp"
 #include "lib/support/node_memory.hpp"
 
@@ -220,6 +221,17 @@ bool cuda_driver::can_access(device_id from, device_id to) const {
     return fmt::format("ask whether DEVICE {} reaches DEVICE {}", from.value, to.value);
   });
   return can != 0;
+}
+
+bool cuda_driver::kernels_reach(address at) const {
+  check_caller();
+  if (at == 0) return false;
+  const auto current = context_scope::any(contexts_);
+  unsigned type = 0;
+  const CUresult result = api_.pointer_get_attribute(&type, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, at);
+  if (result == CUDA_ERROR_INVALID_VALUE) return false;  // ordinary memory
+  check(api_, result, [&] { return "ask what lies at " + format_address(at); });
+  return true;
 }
 
 std::optional<device_id> cuda_driver::current_device() const {

@@ -34,6 +34,7 @@ class cuda_driver final : public driver {
   memory_usage usage(memory_location where) const override;
   std::vector<process_usage> processes(device_id device) const override;
   bool can_access(device_id from, device_id to) const override;
+  bool kernels_reach(address at) const override;
   std::optional<device_id> current_device() const override;
   void set_current_device(std::optional<device_id> device) override;
   std::vector<numa_node> numa_nodes() const override;

@@ -122,6 +122,9 @@ class host_driver_impl final : public host_driver {
     return true;
   }
 
+  /// "Kernels" are host functions.
+  bool kernels_reach(address at) const override { return at != 0; }
+
   std::optional<device_id> current_device() const override {
     check_caller();
     return this_threads_device();
