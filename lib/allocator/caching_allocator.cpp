@@ -415,7 +415,10 @@ void caching_allocator::copy(void* to, const void* from, std::size_t bytes, nati
 caching_allocator::caching_allocator(std::shared_ptr<driver> on, device_id device,
                                      const allocator_options& options)
     : state_(std::make_unique<state>(std::move(on), device, options)) {}
-caching_allocator::~caching_allocator() = default;
+caching_allocator::~caching_allocator() {
+  // In a forked child memory, threads and locks are the parent's.
+  if (state_->process.forked()) static_cast<void>(state_.release());
+}
 
 device_id caching_allocator::device() const noexcept {
   return state_->device;
