@@ -179,10 +179,10 @@ void* caching_allocator::state::hand_out(arena& from, block& taken, std::size_t 
     note(trace_action::alloc, from, taken);
   }
   const address at = taken.at;
-  const std::size_t size = taken.bytes;
+  const bool oversize = taken.oversize = rules.oversize(taken.bytes);
   held.unlock();
   if (at_peak) books.settle(from.account());
-  if (rules.oversize(size)) {
+  if (oversize) {
     const std::lock_guard lock(oversize_guard);
     oversize_allocations.add(1);
   }
@@ -226,6 +226,7 @@ void* caching_allocator::allocate(std::size_t bytes, native_stream stream) {
   if (found == nullptr || s.happened.wanted() || s.rules.oversize(found->bytes)) [[unlikely]]
     return s.allocate_slowly(from, found, size, bytes);
   found->requested = bytes;
+  found->oversize = false;
   const bool at_peak = from.account().allocate(from.kind(), found->bytes, bytes);
   const address at = found->at;
   from.guard().unlock();
@@ -327,7 +328,7 @@ void caching_allocator::state::free(address at) {
   }
   arena& owner = *freed->owner;
   if (happened.wanted()) note(trace_action::free_requested, owner, *freed);
-  const bool oversize = rules.oversize(freed->bytes);
+  const bool oversize = freed->oversize;
   if (freed->use == block_use::lent) {
     defer(owner, *freed, held);  // may fail: then nothing has happened
   } else {
@@ -354,8 +355,7 @@ void caching_allocator::free(void* pointer) {
   arena& owner = *segment->owner;
   owner.guard().lock();
   block* const freed = owner.find(at);
-  if (freed == nullptr || freed->use != block_use::allocated || s.rules.oversize(freed->bytes))
-      [[unlikely]] {
+  if (freed == nullptr || freed->use != block_use::allocated || freed->oversize) [[unlikely]] {
     owner.guard().unlock();
     return s.free(at);
   }

@@ -45,6 +45,7 @@ class fixed_memory {
   const memory_ptr& memory() const noexcept { return memory_; }
   segment_record segment;
   std::uint64_t serial = 0;  ///< as handle_record::serial
+  bool oversize = false;     ///< counted so, whatever the options say now
 
  private:
   std::unique_ptr<scratch_mapping> own_;
@@ -146,6 +147,8 @@ class memory_supply {
   void arrive(span_record& home, arena& needy, const block* near);
   /// The addresses of its home are a hole already.
   void release(handle_record& gone) noexcept;
+  /// Its segment holds no block any more.
+  void release(const arena& holder, fixed_memory& gone) noexcept;
 
   void count(pool_statistic& of, size_class kind, std::int64_t amount) noexcept;
   void hold(size_class kind, tier where, std::int64_t bytes) noexcept;
