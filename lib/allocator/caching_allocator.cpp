@@ -303,6 +303,7 @@ void caching_allocator::state::defer(arena& owner, block& freed,
       const auto used = events.record(stream);
       on->wait(owner.stream(), used.get());
     }
+    if (happened.wanted()) note(trace_action::free_requested, owner, freed);
     owner.account().free(owner.kind(), freed.bytes, freed.requested);
     freed.other_streams.reset();
     if (happened.wanted()) note(trace_action::free_completed, owner, freed);
@@ -312,6 +313,7 @@ void caching_allocator::state::defer(arena& owner, block& freed,
   } else {
     owner.deferred->add(&freed, events);
   }
+  if (happened.wanted()) note(trace_action::free_requested, owner, freed);
   owner.account().defer(owner.kind(), freed.bytes, freed.requested);
   freed.use = block_use::pending;
   held.unlock();
@@ -327,11 +329,11 @@ void caching_allocator::state::free(address at) {
         "free each pointer that allocate() returned once, with the allocator that made it");
   }
   arena& owner = *freed->owner;
-  if (happened.wanted()) note(trace_action::free_requested, owner, *freed);
   const bool oversize = freed->oversize;
   if (freed->use == block_use::lent) {
     defer(owner, *freed, held);  // may fail: then nothing has happened
   } else {
+    if (happened.wanted()) note(trace_action::free_requested, owner, *freed);
     owner.account().free(owner.kind(), freed->bytes, freed->requested);
     if (happened.wanted()) note(trace_action::free_completed, owner, *freed);
     freed->stack.reset();

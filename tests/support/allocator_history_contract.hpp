@@ -91,6 +91,24 @@ TEST_P(allocator_history_contract, a_deferred_free_completes_later) {
   EXPECT_EQ(actions().at(1), trace_action::free_completed);
 }
 
+TEST_P(allocator_history_contract, a_free_that_fails_is_no_event) {
+  for (const char* const config : {"", "cross_stream_reuse:wait"}) {
+    make(config);
+    const native_stream other = new_stream();
+    void* const block = allocator->allocate(3_MiB);
+    allocator->record_history({});
+    allocator->record_stream(block, other);
+    on->fail_call(driver_call::record, 0);
+    EXPECT_THROW(allocator->free(block), driver_error);
+    EXPECT_TRUE(actions().empty());
+    allocator->free(block);
+    EXPECT_EQ(actions().at(0), trace_action::free_requested);
+    on->synchronize(other);
+    allocator->empty_cache();
+    EXPECT_EQ(actions().at(1), trace_action::free_completed);
+  }
+}
+
 TEST_P(allocator_history_contract, the_ring_keeps_the_last_events) {
   make(k_segments);
   void* const warm = allocator->allocate(4096);
