@@ -128,6 +128,7 @@ class memory_supply {
   void find_takable(search& in, std::span<arena* const> all, tier where);
   void choose_place(search& in, tier where) const;
   std::size_t new_handle_bytes(std::size_t held) const noexcept;
+  std::size_t least_handle_bytes() const noexcept;
   bool plan_stretch(search& in, address from, address to, const supply_terms& terms, plan& to_do);
   bool plan_request(search& in, std::size_t reserve_bytes, std::span<arena* const> all,
                     const supply_terms& terms, plan& to_do);

@@ -282,6 +282,21 @@ TEST_P(allocator_expandable_contract, a_request_beyond_the_reservation_names_the
   free(all);
 }
 
+TEST_P(allocator_expandable_contract, sizes_of_handles_are_rounded_up_to_the_granularity) {
+  for (const char* const config :
+       {"min_handle_size_mb:512K", "min_handle_size_mb:3,max_handle_size_mb:3",
+        "min_handle_size_mb:3,max_handle_size_mb:12", "min_handle_size_mb:1,max_handle_size_mb:1",
+        "min_handle_size_mb:2560K,max_handle_size_mb:5"}) {
+    make(config);
+    auto all = allocate(8, 5_MiB);
+    free({all[0], all[3], all[6]});
+    all[0] = allocator->allocate(12_MiB);
+    all[3] = all[6] = nullptr;
+    EXPECT_NO_THROW(allocator->check_invariants()) << config;
+    free(all);
+  }
+}
+
 TEST_P(allocator_expandable_contract, the_key_can_change_while_running) {
   make(k_segments);
   void* const fixed = allocator->allocate(12_MiB);
