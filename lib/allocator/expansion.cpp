@@ -76,7 +76,8 @@ expandable_range& memory_supply::range_of(arena& needy, std::size_t bytes,
         fmt::format(
             "cannot allocate {}: an expandable segment of DEVICE {} reserves {} of addresses",
             format_bytes(bytes), device_.value, format_bytes(reserve_bytes)),
-        "raise expandable_segments_reserve or expandable_segments_reserve_by_class");
+        "raise expandable_segments_reserve or expandable_segments_reserve_by_class; what is larger "
+        "than the device needs a pool whose tiers include the host");
   }
   needy.reserve(1);
   needy.segments.reserve(needy.segments.size() + 1);

@@ -233,6 +233,8 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
 
   const std::vector<tier>& tiers = from.pool().options.tiers;
   for (const tier where : tiers) {
+    // What the addresses of one tier cannot hold may lie in the next.
+    if (where != tiers.back() && expandable(from) && size > reservation_for(from, where)) continue;
     supply_terms terms{.where = where,
                        .make_up_to = most_live + slack,
                        .growing = live.next > live.peak,
