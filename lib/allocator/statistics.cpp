@@ -103,7 +103,7 @@ allocator_statistics caching_allocator::statistics(pool_id its) const {
         add(all.requested_bytes, static_cast<std::int64_t>(b->requested));
       }
       if (backed == 0) continue;
-      add(all.segment, 1);
+      add(all.segment, segment->expandable() ? segment->range->backed_handles() : 1);
       add(all.reserved_bytes, backed);
     }
   }

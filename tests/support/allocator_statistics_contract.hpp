@@ -193,6 +193,19 @@ TEST_P(allocator_statistics_contract, a_pool_has_statistics_of_its_own) {
   free({inside, outside});
 }
 
+TEST_P(allocator_statistics_contract, a_pool_counts_handles_as_segments_too) {
+  make("max_handle_size_mb:4");
+  const pool_id pool = allocator->create_pool();
+  allocator->begin_allocate_to_pool(pool);
+  void* const inside = allocator->allocate(30_MiB);
+  allocator->end_allocate_to_pool(pool);
+  const auto now = allocator->statistics(pool);
+  EXPECT_GT(now.segment.all.current, 1);
+  EXPECT_EQ(now.segment.all.current, allocator->statistics().segment.all.current);
+  EXPECT_EQ(now.reserved_bytes.all.current, reserved());
+  allocator->free(inside);
+}
+
 TEST_P(allocator_statistics_contract, oversize_is_what_it_was_when_it_was_made) {
   make(k_segments);
   void* const before = allocator->allocate(40_MiB);
