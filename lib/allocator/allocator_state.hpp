@@ -94,8 +94,9 @@ struct caching_allocator::state {
   /// Gives back up to `wanted` bytes of what nobody uses, idle streams first.
   std::size_t give_back(std::size_t wanted, const pool_record* only = nullptr);
   std::unique_lock<spin_lock> lock_quiet(arena& one);
-  /// Waits for the event that was recorded first, of `first` if it has any; returns its arena.
-  arena* wait_for_event(arena& first);
+  /// Waits for the event that was recorded first, of `first` if it has any, else of any arena if
+  /// `others` count; returns its arena.
+  arena* wait_for_event(arena& first, bool others = true);
   [[noreturn]] void fail(const arena& from, std::size_t size, std::size_t bytes, bool rejected,
                          std::unique_lock<std::recursive_mutex>& lock);
   oom_report report_of(std::size_t bytes, bool rejected) const;

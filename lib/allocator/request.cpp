@@ -147,7 +147,7 @@ std::size_t caching_allocator::state::give_back(std::size_t wanted, const pool_r
   return given;
 }
 
-arena* caching_allocator::state::wait_for_event(arena& first) {
+arena* caching_allocator::state::wait_for_event(arena& first, bool others) {
   arena* chosen = nullptr;
   native_event oldest = nullptr;
   std::uint64_t order = 0;
@@ -160,7 +160,7 @@ arena* caching_allocator::state::wait_for_event(arena& first) {
     order = its->order();
   };
   consider(first);
-  if (chosen == nullptr) {
+  if (chosen == nullptr && others) {
     for (arena* one : all_arenas) consider(*one);
   }
   if (chosen == nullptr) return nullptr;

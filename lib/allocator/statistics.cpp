@@ -187,7 +187,7 @@ std::size_t caching_allocator::empty_cache(std::optional<pool_id> pool) {
   const pool_record* const only = pool ? &s.pool(*pool) : nullptr;
   for (arena* one : s.all_arenas) {
     if (only != nullptr && &one->pool() != only) continue;
-    while (s.captures == 0 && s.wait_for_event(*one)) {
+    while (s.captures == 0 && s.wait_for_event(*one, false)) {
     }
   }
   const std::size_t given = s.give_back(static_cast<std::size_t>(-1), only);

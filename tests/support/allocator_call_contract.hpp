@@ -144,6 +144,23 @@ TEST_P(allocator_call_contract, empty_cache_waits_for_blocks_that_other_streams_
   EXPECT_EQ(allocator->empty_cache(), 24_MiB);
 }
 
+TEST_P(allocator_call_contract, empty_cache_of_a_pool_waits_for_no_stream_of_others) {
+  make();
+  const native_stream other = new_stream();
+  const pool_id pool = allocator->create_pool();
+  allocator->begin_allocate_to_pool(pool);
+  void* const inside = allocator->allocate(3_MiB);
+  allocator->end_allocate_to_pool(pool);
+  void* const outside = allocator->allocate(3_MiB);
+  allocator->record_stream(outside, other);
+  free({inside, outside});
+  on->clear_record();
+  EXPECT_GE(allocator->empty_cache(pool), 2_MiB);
+  for (const driver_call each : on->record_of_calls()) {
+    EXPECT_NE(each, driver_call::synchronize_event);
+  }
+}
+
 TEST_P(allocator_call_contract, copy_moves_bytes_in_stream_order) {
   make();
   const native_stream stream = new_stream();
