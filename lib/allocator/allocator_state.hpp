@@ -114,6 +114,9 @@ struct caching_allocator::state {
   pool_record& pool(pool_id id) const;
   void route_changed() noexcept { routing.fetch_add(1, std::memory_order_relaxed); }
   void drop_if_unused(pool_record& gone);
+  /// What was freed in captures waits for events from now on, once the last capture has ended. When
+  /// that fails, the rest waits for the next call.
+  void settle_captured();
 
   /// What a thread found last for a stream.
   struct thread_entry {

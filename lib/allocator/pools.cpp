@@ -185,10 +185,15 @@ void caching_allocator::end_capture(pool_id its) {
         "call begin_capture before end_capture");
   }
   --one.captures;
-  if (--s.captures > 0) return;
-  for (arena* each : s.all_arenas) {
+  --s.captures;
+  s.settle_captured();
+}
+
+void caching_allocator::state::settle_captured() {
+  if (captures > 0) return;
+  for (arena* each : all_arenas) {
     const std::lock_guard held(each->guard());
-    if (each->deferred) each->deferred->captures_ended(s.events);
+    if (each->deferred) each->deferred->captures_ended(events);
   }
 }
 

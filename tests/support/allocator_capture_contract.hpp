@@ -240,6 +240,27 @@ TEST_P(allocator_capture_contract, a_capture_that_failed_leaves_a_pool_that_reco
   free({allocator->allocate(3_MiB, stream)});
 }
 
+TEST_P(allocator_capture_contract, an_end_that_fails_leaves_nothing_stuck) {
+  make();
+  const native_stream other = new_stream();
+  const native_stream stream = new_stream();
+  const pool_id pool = allocator->create_pool();
+  {
+    capture graph(*this, pool, stream);
+    void* const block = allocator->allocate(3_MiB, stream);
+    allocator->record_stream(block, other);
+    allocator->free(block);
+    allocator->begin_capture(pool);
+    graph.end();  // another capture still allocates here
+  }
+  on->fail_call(driver_call::record, 0);
+  EXPECT_THROW(allocator->end_capture(pool), driver_error);
+  allocator->release_pool(pool);
+  allocator->empty_cache();
+  EXPECT_EQ(reserved(), 0);
+  EXPECT_EQ(allocator->statistics().active.all.current, 0);
+}
+
 TEST_P(allocator_capture_contract, begin_and_end_go_together) {
   make();
   const pool_id pool = allocator->create_pool();
