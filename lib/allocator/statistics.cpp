@@ -232,6 +232,10 @@ void caching_allocator::configure(std::string_view text) {
     throw invalid_argument("min_block_size and small_limit_kb of an allocator cannot change",
                            "set them before the allocator is made");
   }
+  if (next.host != now.host || next.share != now.share) {
+    throw invalid_argument("host_placement and share of an allocator cannot change",
+                           "set them before the allocator is made");
+  }
   for (const device_id peer : now.peers) {
     if (std::find(next.peers.begin(), next.peers.end(), peer) == next.peers.end()) {
       throw invalid_argument(fmt::format("device {} cannot lose its access", peer.value),

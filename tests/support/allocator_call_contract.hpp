@@ -201,7 +201,8 @@ TEST_P(allocator_call_contract, bad_options_change_nothing) {
         "expandable_segments:true", "expandable_segments:True,", "expandable_segments=True",
         "garbage_collection_threshold:1.5", "roundup_power2_divisions:3",
         "max_split_size_mb:64,max_split_size_mb:65", "per_process_memory_fraction:2",
-        "backend:cudaMallocAsync", "min_block_size:1024", "small_limit_kb:512"}) {
+        "backend:cudaMallocAsync", "min_block_size:1024", "small_limit_kb:512",
+        "host_placement:[bind,0]", "share:none"}) {
     EXPECT_TRUE(says(refusal([&] { allocator->configure(wrong); }), "invalid_argument")) << wrong;
     EXPECT_EQ(allocator->options(), before) << wrong;
   }
