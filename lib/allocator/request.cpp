@@ -243,7 +243,8 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
       const std::size_t device_free = on->usage(memory_location::on(device)).free_bytes;
       const std::size_t held_bytes = supply.held_bytes(tier::device);
       const std::size_t allowed = terms.limit - std::min(terms.limit, held_bytes);
-      if (std::min(device_free, allowed) < size) {
+      const std::size_t needed = expandable(from) ? size : rules.segment_bytes(size);
+      if (std::min(device_free, allowed) < needed) {
         // What is held may move to where it is needed: the driver is asked for no memory.
         terms.may_make = false;
         if (expandable(from)) {

@@ -298,6 +298,17 @@ TEST_P(allocator_shortage_contract, throw_on_oom_refuses_before_anything_is_give
   allocator->free(cached);
 }
 
+TEST_P(allocator_shortage_contract, throw_on_oom_counts_the_whole_segment) {
+  make("throw_on_cudamalloc_oom:True,expandable_segments:False");
+  allow(16_MiB);
+  on->clear_record();
+  const std::string said = refusal([&] { (void)allocator->allocate(5_MiB); });  // of 20 MiB
+  EXPECT_TRUE(says(said, "throw_on_cudamalloc_oom")) << said;
+  EXPECT_EQ(allocator->statistics().num_oom_rejections, 1);
+  EXPECT_EQ(allocator->statistics().num_alloc_retries, 0);
+  for (const driver_call each : on->record_of_calls()) EXPECT_NE(each, driver_call::create);
+}
+
 TEST_P(allocator_shortage_contract, throw_on_oom_lets_held_memory_move) {
   make("throw_on_cudamalloc_oom:True");
   allow(64_MiB);
