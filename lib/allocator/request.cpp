@@ -199,6 +199,9 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
     arena& from, std::size_t size, std::size_t bytes, const live_bytes& live,
     std::unique_lock<spin_lock>& held, std::unique_lock<std::recursive_mutex>& lock) {
   clock.fetch_add(1, std::memory_order_relaxed);
+  // With no lock held the pool may have gone. Its number is not given again.
+  const auto check_pool = [&] { static_cast<void>(pool(from.pool().id)); };
+  check_pool();
   const std::size_t most_live = std::max(live.peak, live.next);
   const auto slack =
       static_cast<std::size_t>(options.now().recycle_slack * static_cast<double>(most_live));
@@ -225,7 +228,9 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
     if (block* const found = try_free()) return {&from, found};
   }
   // 2. Whoever offered to free something.
-  if (ask_for_frees(lock)) {
+  const bool freed = ask_for_frees(lock);
+  check_pool();
+  if (freed) {
     if (block* const found = try_free()) return {&from, found};
   }
   // 3. Old memory, where more is held than wanted.

@@ -55,6 +55,22 @@ TEST_P(allocator_shortage_contract, offers_are_asked_with_no_lock_held) {
   free({allocator->allocate(3_MiB)});
 }
 
+TEST_P(allocator_shortage_contract, an_offer_may_end_the_pool_that_is_asked) {
+  make();
+  const pool_id pool = allocator->create_pool();
+  allocator->begin_allocate_to_pool(pool);
+  allocator->release_pool(pool);
+  auto offer = allocator->on_shortage([&] {
+    allocator->end_allocate_to_pool(pool);
+    allocator->empty_cache();
+    return false;
+  });
+  EXPECT_TRUE(says(refusal([&] { (void)allocator->allocate(3_MiB); }), "no pool 1"));
+  offer.reset();
+  EXPECT_EQ(reserved(), 0);
+  free({allocator->allocate(3_MiB)});
+}
+
 TEST_P(allocator_shortage_contract, an_offer_that_throws_fails_the_request_alone) {
   make();
   auto offer = allocator->on_shortage([]() -> bool { throw std::runtime_error("offer"); });
