@@ -115,6 +115,24 @@ TEST_F(small_device, names_both_tiers_when_both_are_full) {
   EXPECT_TRUE(says(said, "pool 1")) << said;
 }
 
+TEST_F(small_device, says_what_the_host_tier_has_where_it_was_asked) {
+  make("");
+  const auto said_of = [&](const pool_options& options, std::size_t bytes) {
+    const pool_id pool = allocator->create_pool(options);
+    allocator->begin_allocate_to_pool(pool);
+    const std::string said = refusal([&] { (void)allocator->allocate(bytes); });
+    allocator->end_allocate_to_pool(pool);
+    allocator->release_pool(pool);
+    return said;
+  };
+  const std::string host = said_of({.tiers = {tier::host}}, 100_MiB);
+  EXPECT_TRUE(says(host, "host memory: 0 B of 64.0 MiB are free, this process holds 64.0 MiB"))
+      << host;
+  EXPECT_TRUE(says(host, "help: use less memory: the host tier is full")) << host;
+  const std::string both = said_of({.tiers = {tier::device, tier::host}}, 100_MiB);
+  EXPECT_TRUE(says(both, "help: set the pool's may_span")) << both;
+}
+
 TEST_F(small_device, one_block_may_lie_in_both_tiers) {
   make("");
   const pool_id pool =
