@@ -127,6 +127,28 @@ TEST_P(allocator_history_contract, the_ring_keeps_the_last_events) {
   allocator->free(warm);
 }
 
+TEST_P(allocator_history_contract, a_ring_that_grows_keeps_its_order) {
+  make(k_segments);
+  void* const warm = allocator->allocate(4096);
+  const std::vector<trace_action> skip = {trace_action::snapshot, trace_action::free_requested,
+                                          trace_action::free_completed};
+  allocator->record_history({.max_entries = 3, .skip = skip});
+  const auto sizes = [&] {
+    std::vector<std::size_t> all;
+    for (const trace_entry& each : events()) all.push_back(each.bytes / 512);
+    return all;
+  };
+  const auto record = [&](std::size_t units) { allocator->free(allocator->allocate(units * 512)); };
+  for (const std::size_t units : {1, 2, 3, 4}) record(units);
+  EXPECT_EQ(sizes(), (std::vector<std::size_t>{2, 3, 4}));
+  allocator->record_history({.max_entries = 5, .clear = false, .skip = skip});
+  for (const std::size_t units : {5, 6}) record(units);
+  EXPECT_EQ(sizes(), (std::vector<std::size_t>{2, 3, 4, 5, 6}));
+  record(7);
+  EXPECT_EQ(sizes(), (std::vector<std::size_t>{3, 4, 5, 6, 7}));
+  allocator->free(warm);
+}
+
 TEST_P(allocator_history_contract, actions_can_be_skipped) {
   make(k_segments);
   allocator->record_history({.skip = {trace_action::free_requested, trace_action::segment_alloc}});
