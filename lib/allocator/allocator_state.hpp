@@ -132,6 +132,8 @@ struct caching_allocator::state {
   };
 
   const std::uint64_t id;
+  /// In what other processes import. Drawn: processes of containers may have the same number.
+  const std::uint64_t shared_as;
   const std::shared_ptr<driver> on;
   const device_id device;
   const std::size_t total_bytes;

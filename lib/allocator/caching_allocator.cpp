@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <random>
 #include <utility>
 
 #include <pthread.h>
@@ -23,6 +24,11 @@ constexpr std::size_t most_bytes = std::size_t{1} << 60;
 std::uint64_t next_id() {
   static std::atomic<std::uint64_t> last = 0;
   return ++last;
+}
+
+std::uint64_t drawn_number() {
+  std::random_device source;
+  return std::uint64_t{source()} << 32 | source();
 }
 
 address as_address(const void* at) noexcept {
@@ -56,6 +62,7 @@ caching_allocator::state::thread_entry& caching_allocator::state::thread_entry::
 caching_allocator::state::state(std::shared_ptr<driver> driver, device_id its,
                                 const allocator_options& wanted)
     : id(next_id()),
+      shared_as(drawn_number()),
       on(std::move(driver)),
       device(its),
       total_bytes(on->usage(memory_location::on(its)).total_bytes),
