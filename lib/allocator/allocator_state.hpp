@@ -94,8 +94,9 @@ struct caching_allocator::state {
   /// Gives back up to `wanted` bytes of what nobody uses, idle streams first.
   std::size_t give_back(std::size_t wanted, const pool_record* only = nullptr);
   std::unique_lock<spin_lock> lock_quiet(arena& one);
-  /// Waits for the event that was recorded first, of `first` if it has any; returns its arena.
-  arena* wait_for_event(arena& first);
+  /// Waits for the event that was recorded first, of `first` if it has any, else of any arena if
+  /// `others` count; returns its arena.
+  arena* wait_for_event(arena& first, bool others = true);
   [[noreturn]] void fail(const arena& from, std::size_t size, std::size_t bytes, bool rejected,
                          std::unique_lock<std::recursive_mutex>& lock);
   oom_report report_of(std::size_t bytes, bool rejected) const;
@@ -113,6 +114,9 @@ struct caching_allocator::state {
   pool_record& pool(pool_id id) const;
   void route_changed() noexcept { routing.fetch_add(1, std::memory_order_relaxed); }
   void drop_if_unused(pool_record& gone);
+  /// What was freed in captures waits for events from now on, once the last capture has ended. When
+  /// that fails, the rest waits for the next call.
+  void settle_captured();
 
   /// What a thread found last for a stream.
   struct thread_entry {
@@ -128,6 +132,8 @@ struct caching_allocator::state {
   };
 
   const std::uint64_t id;
+  /// In what other processes import. Drawn: processes of containers may have the same number.
+  const std::uint64_t shared_as;
   const std::shared_ptr<driver> on;
   const device_id device;
   const std::size_t total_bytes;

@@ -46,6 +46,7 @@ struct alignas(64) block {
   std::size_t most_free = 0;  ///< in the tree of runs: none below here has a larger one
   std::uint16_t bin = 0;      ///< first of a run: which tree it belongs in
   block_use use = block_use::none;
+  bool oversize = false;       ///< live: counted as oversize, whatever the options say now
   std::uint32_t freed_at = 0;  ///< the allocator's clock when it was last freed
 
   block* before = nullptr;  ///< neighbours in the segment

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <random>
 #include <utility>
 
 #include <pthread.h>
@@ -23,6 +24,11 @@ constexpr std::size_t most_bytes = std::size_t{1} << 60;
 std::uint64_t next_id() {
   static std::atomic<std::uint64_t> last = 0;
   return ++last;
+}
+
+std::uint64_t drawn_number() {
+  std::random_device source;
+  return std::uint64_t{source()} << 32 | source();
 }
 
 address as_address(const void* at) noexcept {
@@ -56,6 +62,7 @@ caching_allocator::state::thread_entry& caching_allocator::state::thread_entry::
 caching_allocator::state::state(std::shared_ptr<driver> driver, device_id its,
                                 const allocator_options& wanted)
     : id(next_id()),
+      shared_as(drawn_number()),
       on(std::move(driver)),
       device(its),
       total_bytes(on->usage(memory_location::on(its)).total_bytes),
@@ -179,10 +186,10 @@ void* caching_allocator::state::hand_out(arena& from, block& taken, std::size_t 
     note(trace_action::alloc, from, taken);
   }
   const address at = taken.at;
-  const std::size_t size = taken.bytes;
+  const bool oversize = taken.oversize = rules.oversize(taken.bytes);
   held.unlock();
   if (at_peak) books.settle(from.account());
-  if (rules.oversize(size)) {
+  if (oversize) {
     const std::lock_guard lock(oversize_guard);
     oversize_allocations.add(1);
   }
@@ -226,6 +233,7 @@ void* caching_allocator::allocate(std::size_t bytes, native_stream stream) {
   if (found == nullptr || s.happened.wanted() || s.rules.oversize(found->bytes)) [[unlikely]]
     return s.allocate_slowly(from, found, size, bytes);
   found->requested = bytes;
+  found->oversize = false;
   const bool at_peak = from.account().allocate(from.kind(), found->bytes, bytes);
   const address at = found->at;
   from.guard().unlock();
@@ -302,6 +310,7 @@ void caching_allocator::state::defer(arena& owner, block& freed,
       const auto used = events.record(stream);
       on->wait(owner.stream(), used.get());
     }
+    if (happened.wanted()) note(trace_action::free_requested, owner, freed);
     owner.account().free(owner.kind(), freed.bytes, freed.requested);
     freed.other_streams.reset();
     if (happened.wanted()) note(trace_action::free_completed, owner, freed);
@@ -311,6 +320,7 @@ void caching_allocator::state::defer(arena& owner, block& freed,
   } else {
     owner.deferred->add(&freed, events);
   }
+  if (happened.wanted()) note(trace_action::free_requested, owner, freed);
   owner.account().defer(owner.kind(), freed.bytes, freed.requested);
   freed.use = block_use::pending;
   held.unlock();
@@ -326,11 +336,11 @@ void caching_allocator::state::free(address at) {
         "free each pointer that allocate() returned once, with the allocator that made it");
   }
   arena& owner = *freed->owner;
-  if (happened.wanted()) note(trace_action::free_requested, owner, *freed);
-  const bool oversize = rules.oversize(freed->bytes);
+  const bool oversize = freed->oversize;
   if (freed->use == block_use::lent) {
     defer(owner, *freed, held);  // may fail: then nothing has happened
   } else {
+    if (happened.wanted()) note(trace_action::free_requested, owner, *freed);
     owner.account().free(owner.kind(), freed->bytes, freed->requested);
     if (happened.wanted()) note(trace_action::free_completed, owner, *freed);
     freed->stack.reset();
@@ -354,8 +364,7 @@ void caching_allocator::free(void* pointer) {
   arena& owner = *segment->owner;
   owner.guard().lock();
   block* const freed = owner.find(at);
-  if (freed == nullptr || freed->use != block_use::allocated || s.rules.oversize(freed->bytes))
-      [[unlikely]] {
+  if (freed == nullptr || freed->use != block_use::allocated || freed->oversize) [[unlikely]] {
     owner.guard().unlock();
     return s.free(at);
   }
@@ -415,7 +424,10 @@ void caching_allocator::copy(void* to, const void* from, std::size_t bytes, nati
 caching_allocator::caching_allocator(std::shared_ptr<driver> on, device_id device,
                                      const allocator_options& options)
     : state_(std::make_unique<state>(std::move(on), device, options)) {}
-caching_allocator::~caching_allocator() = default;
+caching_allocator::~caching_allocator() {
+  // In a forked child memory, threads and locks are the parent's.
+  if (state_->process.forked()) static_cast<void>(state_.release());
+}
 
 device_id caching_allocator::device() const noexcept {
   return state_->device;

@@ -103,6 +103,16 @@ class expandable_range {
     return bytes;
   }
 
+  /// How many handles have their home here.
+  std::int64_t backed_handles() const noexcept {
+    std::int64_t count = 0;
+    for (std::size_t i = 0; i < by_granule_.size(); ++i) {
+      const span_record* const span = by_granule_[i];
+      count += span != nullptr && span->home() && span->at() == base() + i * granule_ ? 1 : 0;
+    }
+    return count;
+  }
+
   segment_record segment;
 
  private:

@@ -76,7 +76,8 @@ expandable_range& memory_supply::range_of(arena& needy, std::size_t bytes,
         fmt::format(
             "cannot allocate {}: an expandable segment of DEVICE {} reserves {} of addresses",
             format_bytes(bytes), device_.value, format_bytes(reserve_bytes)),
-        "raise expandable_segments_reserve or expandable_segments_reserve_by_class");
+        "raise expandable_segments_reserve or expandable_segments_reserve_by_class; what is larger "
+        "than the device needs a pool whose tiers include the host");
   }
   needy.reserve(1);
   needy.segments.reserve(needy.segments.size() + 1);
@@ -109,6 +110,10 @@ handle_record* memory_supply::pick_to_exchange(search& in, std::size_t size) con
   return found == in.takable.rend() ? nullptr : *found;
 }
 
+std::size_t memory_supply::least_handle_bytes() const noexcept {
+  return evmm::round_up(options_.now().min_handle, granule_);
+}
+
 /// Grows with what is held, so that there are few handles where there is much memory, and shrinks
 /// as memory has had to be moved, so that there is little waste where sizes do not repeat.
 std::size_t memory_supply::new_handle_bytes(std::size_t held) const noexcept {
@@ -116,8 +121,9 @@ std::size_t memory_supply::new_handle_bytes(std::size_t held) const noexcept {
   const double moved = static_cast<double>(moved_bytes_) / static_cast<double>(held + first_bytes);
   const double share =
       static_cast<double>(held) / (options.handle_fraction * (1 + move_weight * moved));
-  return std::clamp(std::bit_floor(static_cast<std::size_t>(share) | 1), options.min_handle,
-                    options.max_handle);
+  const std::size_t least = least_handle_bytes();
+  const std::size_t most = std::max(least, evmm::round_up(options.max_handle, granule_));
+  return std::clamp(std::bit_floor(static_cast<std::size_t>(share) | 1), least, most);
 }
 
 /// What fills [from, to); false when memory runs out first.
@@ -143,7 +149,7 @@ bool memory_supply::plan_stretch(search& in, address from, address to, const sup
     const bool wanted = held + size <= terms.make_up_to;
     // Where the program has needed no more than before, in small pieces: they move more easily.
     if (held >= terms.make_up_to && !terms.growing) {
-      size = std::max(evmm::round_up(size / piece_share, granule_), options.min_handle);
+      size = std::max(evmm::round_up(size / piece_share, granule_), least_handle_bytes());
     }
     if (!wanted) size = std::min(size, to - at);
     size = std::min(size, room);

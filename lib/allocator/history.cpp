@@ -86,9 +86,10 @@ void history::configure(const history_options& options) {
     ring_.clear();
     next_ = 0;
     annotations_.clear();
-  } else if (ring_.size() > options.max_entries) {
+  } else {
     std::rotate(ring_.begin(), ring_.begin() + static_cast<std::ptrdiff_t>(next_), ring_.end());
-    ring_.erase(ring_.begin(), ring_.end() - static_cast<std::ptrdiff_t>(options.max_entries));
+    const std::size_t kept = std::min(ring_.size(), options.max_entries);
+    ring_.erase(ring_.begin(), ring_.end() - static_cast<std::ptrdiff_t>(kept));
     next_ = 0;
   }
   stacks_.store(static_cast<std::uint8_t>(options.stacks ? options.level : history_level::off),

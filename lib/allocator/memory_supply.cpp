@@ -166,8 +166,9 @@ bool memory_supply::add_segment(arena& needy, std::size_t bytes, const supply_te
   made->serial = ++last_serial_;
   pages_.add(made->segment.base, bytes, &made->segment);
   hold(needy.kind(), made->where(), static_cast<std::int64_t>(bytes));
-  if (options_.now().max_split_size && bytes >= *options_.now().max_split_size)
-    oversize_segments_.add(1);
+  const auto& split = options_.now().max_split_size;
+  made->oversize = split && bytes >= *split;
+  if (made->oversize) oversize_segments_.add(1);
   needy.add(made->segment, block_use::free);
   needy.segments.push_back(&made->segment);
   fixed_.push_back(std::move(made));
@@ -186,6 +187,15 @@ void memory_supply::release(handle_record& gone) noexcept {
   }
   hold(holder.kind(), gone.where(), -static_cast<std::int64_t>(gone.bytes()));
   std::erase_if(handles_, [&](const auto& handle) { return handle.get() == &gone; });
+}
+
+void memory_supply::release(const arena& holder, fixed_memory& gone) noexcept {
+  const segment_record& segment = gone.segment;
+  tell_(trace_action::segment_free, holder, segment.base, segment.bytes);
+  if (gone.oversize) oversize_segments_.add(-1);
+  pages_.remove(segment.base, segment.bytes);
+  hold(holder.kind(), gone.where(), -static_cast<std::int64_t>(segment.bytes));
+  std::erase_if(fixed_, [&](const auto& fixed) { return fixed.get() == &gone; });
 }
 
 std::size_t memory_supply::releasable(arena& from) const {
@@ -260,14 +270,9 @@ std::size_t memory_supply::give_back(arena& from, std::size_t wanted, std::uint6
     }
     segment_record& segment = *chosen.segment;
     const std::size_t bytes = segment.bytes;
-    tell_(trace_action::segment_free, from, segment.base, bytes);
-    if (options_.now().max_split_size && bytes >= *options_.now().max_split_size)
-      oversize_segments_.add(-1);
     from.remove(segment);
     std::erase(from.segments, &segment);
-    pages_.remove(segment.base, bytes);
-    hold(from.kind(), segment.memory->where(), -static_cast<std::int64_t>(bytes));
-    std::erase_if(fixed_, [&](const auto& fixed) { return &fixed->segment == &segment; });
+    release(from, *segment.memory);
     given += bytes;
   }
   return given;
@@ -295,10 +300,7 @@ void memory_supply::drop(arena& gone) noexcept {
       pages_.remove(range.base(), range.end() - range.base());
       std::erase_if(ranges_, [&](const auto& its) { return its.get() == &range; });
     } else {
-      tell_(trace_action::segment_free, gone, segment->base, segment->bytes);
-      pages_.remove(segment->base, segment->bytes);
-      hold(gone.kind(), segment->memory->where(), -static_cast<std::int64_t>(segment->bytes));
-      std::erase_if(fixed_, [&](const auto& fixed) { return &fixed->segment == segment; });
+      release(gone, *segment->memory);
     }
   }
   gone.segments.clear();

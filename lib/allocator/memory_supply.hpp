@@ -45,6 +45,7 @@ class fixed_memory {
   const memory_ptr& memory() const noexcept { return memory_; }
   segment_record segment;
   std::uint64_t serial = 0;  ///< as handle_record::serial
+  bool oversize = false;     ///< counted so, whatever the options say now
 
  private:
   std::unique_ptr<scratch_mapping> own_;
@@ -127,6 +128,7 @@ class memory_supply {
   void find_takable(search& in, std::span<arena* const> all, tier where);
   void choose_place(search& in, tier where) const;
   std::size_t new_handle_bytes(std::size_t held) const noexcept;
+  std::size_t least_handle_bytes() const noexcept;
   bool plan_stretch(search& in, address from, address to, const supply_terms& terms, plan& to_do);
   bool plan_request(search& in, std::size_t reserve_bytes, std::span<arena* const> all,
                     const supply_terms& terms, plan& to_do);
@@ -146,6 +148,8 @@ class memory_supply {
   void arrive(span_record& home, arena& needy, const block* near);
   /// The addresses of its home are a hole already.
   void release(handle_record& gone) noexcept;
+  /// Its segment holds no block any more.
+  void release(const arena& holder, fixed_memory& gone) noexcept;
 
   void count(pool_statistic& of, size_class kind, std::int64_t amount) noexcept;
   void hold(size_class kind, tier where, std::int64_t bytes) noexcept;

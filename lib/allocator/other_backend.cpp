@@ -127,6 +127,16 @@ class table_backend : public other_backend {
     live_.insert_or_assign(at, std::move(made));
     return reinterpret_cast<void*>(at);
   }
+  /// The streams to get past before take(), which cannot be undone.
+  struct users {
+    native_stream owner;
+    std::vector<native_stream> others;
+  };
+  users users_of(address at) const {
+    const std::lock_guard lock(guard_);
+    const allocation& its = live(at, "free")->second;
+    return {its.stream, its.other_streams};
+  }
   allocation take(address at) {
     const std::lock_guard lock(guard_);
     live(at, "free");
@@ -169,13 +179,14 @@ class async_backend final : public table_backend {
   }
   void free(void* pointer) override {
     const auto at = reinterpret_cast<address>(pointer);
-    const allocation gone = take(at);
+    const users its = users_of(at);
     const device_scope here(*on_, device_);
-    for (native_stream stream : gone.other_streams) {
+    for (native_stream stream : its.others) {
       const auto used = events_.record(stream);
-      on_->wait(gone.stream, used.get());
+      on_->wait(its.owner, used.get());
     }
-    on_->free_async(at, gone.stream);
+    static_cast<void>(take(at));
+    on_->free_async(at, its.owner);
   }
   std::size_t empty_cache() override {
     const std::size_t before = on_->async_usage(device_).reserved_bytes;
@@ -213,10 +224,12 @@ class uncached_backend final : public table_backend {
                     .mapped = std::move(mapped)});
   }
   void free(void* pointer) override {
-    const allocation gone = take(reinterpret_cast<address>(pointer));
+    const auto at = reinterpret_cast<address>(pointer);
+    const users its = users_of(at);
     const device_scope here(*on_, device_);
-    on_->synchronize(gone.stream);
-    for (native_stream stream : gone.other_streams) on_->synchronize(stream);
+    on_->synchronize(its.owner);
+    for (native_stream stream : its.others) on_->synchronize(stream);
+    static_cast<void>(take(at));
   }
   std::size_t empty_cache() override { return 0; }
   void fill(allocator_statistics& into) const override {

@@ -42,6 +42,17 @@ fragmentation look(caching_allocator::state& of, const arena& from) {
   return found;
 }
 
+/// Of all nodes together.
+memory_usage host_usage(const driver& on) {
+  memory_usage all{};
+  for (const numa_node node : on.numa_nodes()) {
+    const memory_usage its = on.usage(memory_location::on(node));
+    all.total_bytes += its.total_bytes;
+    all.free_bytes += its.free_bytes;
+  }
+  return all;
+}
+
 }  // namespace
 
 out_of_memory out_of_memory_text(caching_allocator::state& of, const arena& from, std::size_t size,
@@ -73,6 +84,14 @@ out_of_memory out_of_memory_text(caching_allocator::state& of, const arena& from
   add(why.other_pools, "are cached in other pools");
   const auto waiting = now.active_bytes.all.current - now.allocated_bytes.all.current;
   add(static_cast<std::size_t>(waiting), "wait for other streams");
+  const bool device_too = from.pool().in_tier(tier::device);
+  const bool host_too = from.pool().in_tier(tier::host);
+  const memory_usage host = host_too ? host_usage(*of.on) : memory_usage{};
+  if (host_too) {
+    text += fmt::format("; host memory: {} of {} are free, this process holds {}",
+                        bytes(host.free_bytes), bytes(host.total_bytes),
+                        bytes(of.supply.held_bytes(tier::host)));
+  }
   std::size_t others = 0;
   std::string who;
   for (const process_usage& one : of.on->processes(of.device)) {
@@ -98,8 +117,13 @@ out_of_memory out_of_memory_text(caching_allocator::state& of, const arena& from
     help = "set recycle_handles:ready, which moves free memory to where it is needed";
   } else if (others >= size) {
     help = "stop the other processes on this device";
-  } else if (!from.pool().in_tier(tier::host)) {
+  } else if (!host_too) {
     help = "use a pool whose tiers include the host, or smaller batches";
+  } else if (!device_too) {
+    help = "use less memory: the host tier is full; a pool may have the device as a tier too";
+  } else if (!from.pool().options.may_span &&
+             report.free_bytes + host.free_bytes + why.scattered >= size) {
+    help = "set the pool's may_span, which lets one allocation lie in both tiers";
   } else {
     help = "use less memory: both tiers are full";
   }

@@ -185,10 +185,15 @@ void caching_allocator::end_capture(pool_id its) {
         "call begin_capture before end_capture");
   }
   --one.captures;
-  if (--s.captures > 0) return;
-  for (arena* each : s.all_arenas) {
+  --s.captures;
+  s.settle_captured();
+}
+
+void caching_allocator::state::settle_captured() {
+  if (captures > 0) return;
+  for (arena* each : all_arenas) {
     const std::lock_guard held(each->guard());
-    if (each->deferred) each->deferred->captures_ended(s.events);
+    if (each->deferred) each->deferred->captures_ended(events);
   }
 }
 
@@ -205,6 +210,27 @@ class pool_checkpoint {
   pool_id of;
   std::vector<block_then> live;
 };
+
+namespace {
+
+using block_places = std::set<std::pair<address, std::size_t>>;
+
+/// Whether the place of a block is free, or will be once all that does not stay has been freed;
+/// `lent_too` where blocks that other streams used are free at once.
+bool will_be_free(const arena& from, const pool_checkpoint::block_then& then,
+                  const block_places& stay, bool lent_too) {
+  address free_up_to = then.at;
+  for (const block* b = from.covering(then.at); b != nullptr && free_up_to < then.at + then.bytes;
+       b = b->after) {
+    const bool goes = (b->use == block_use::allocated || (b->use == block_use::lent && lent_too)) &&
+                      !stay.contains({b->at, b->bytes});
+    if (!goes && b->use != block_use::recent && b->use != block_use::free) return false;
+    free_up_to = b->at + b->bytes;
+  }
+  return free_up_to >= then.at + then.bytes;
+}
+
+}  // namespace
 
 std::shared_ptr<const pool_checkpoint> caching_allocator::checkpoint(pool_id its) {
   const std::lock_guard lock(state_->slow);
@@ -232,10 +258,10 @@ caching_allocator::checkpoint_delta caching_allocator::restore(pool_id its,
                                        static_cast<std::uint64_t>(to.of),
                                        static_cast<std::uint64_t>(its)));
   }
-  std::set<std::pair<address, std::size_t>> wanted;
+  block_places wanted;
   for (const auto& then : to.live) wanted.insert({then.at, then.bytes});
   checkpoint_delta delta;
-  std::set<std::pair<address, std::size_t>> kept;
+  block_places kept;
   std::vector<address> gone;
   for (arena* each : one.arenas) {
     const std::lock_guard held(each->guard());
@@ -256,27 +282,36 @@ caching_allocator::checkpoint_delta caching_allocator::restore(pool_id its,
       }
     }
   }
+  const auto arena_of = [&](const pool_checkpoint::block_then& then) {
+    const auto found = s.arenas.find({its, then.stream, then.kind});
+    return found == s.arenas.end() ? nullptr : found->second.get();
+  };
+  const auto refuse = [&](const pool_checkpoint::block_then& then) {
+    throw invalid_argument(
+        fmt::format("cannot restore pool {}: its memory at {} ({}) is no longer free",
+                    static_cast<std::uint64_t>(its), format_address(then.at),
+                    format_bytes(then.bytes)),
+        "restore a checkpoint before the pool's memory is given back");
+  };
+  const bool lent_too = s.options.now().reuse == cross_stream_reuse::by_wait;
+  for (const auto& then : to.live) {
+    if (kept.contains({then.at, then.bytes})) continue;
+    const arena* const from = arena_of(then);
+    if (from == nullptr) refuse(then);
+    const std::lock_guard held(from->guard());
+    if (!will_be_free(*from, then, wanted, lent_too)) refuse(then);
+  }
   for (const address at : gone) {
     s.free(at);
     delta.freed.push_back(reinterpret_cast<void*>(at));
   }
   for (const auto& then : to.live) {
     if (kept.contains({then.at, then.bytes})) continue;
-    const auto found = s.arenas.find({its, then.stream, then.kind});
-    block* made = nullptr;
-    if (found != s.arenas.end()) {
-      arena& from = *found->second;
-      std::unique_lock held(from.guard());
-      made = from.take_at(then.at, then.bytes);
-      if (made != nullptr) s.hand_out(from, *made, then.requested, held);
-    }
-    if (made == nullptr) {
-      throw invalid_argument(
-          fmt::format("cannot restore pool {}: its memory at {} ({}) is no longer free",
-                      static_cast<std::uint64_t>(its), format_address(then.at),
-                      format_bytes(then.bytes)),
-          "restore a checkpoint before the pool's memory is given back");
-    }
+    arena& from = *arena_of(then);
+    std::unique_lock held(from.guard());
+    block* const made = from.take_at(then.at, then.bytes);
+    if (made == nullptr) refuse(then);  // another thread was faster
+    s.hand_out(from, *made, then.requested, held);
     delta.allocated.push_back(reinterpret_cast<void*>(then.at));
   }
   return delta;

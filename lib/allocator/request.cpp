@@ -147,7 +147,7 @@ std::size_t caching_allocator::state::give_back(std::size_t wanted, const pool_r
   return given;
 }
 
-arena* caching_allocator::state::wait_for_event(arena& first) {
+arena* caching_allocator::state::wait_for_event(arena& first, bool others) {
   arena* chosen = nullptr;
   native_event oldest = nullptr;
   std::uint64_t order = 0;
@@ -160,7 +160,7 @@ arena* caching_allocator::state::wait_for_event(arena& first) {
     order = its->order();
   };
   consider(first);
-  if (chosen == nullptr) {
+  if (chosen == nullptr && others) {
     for (arena* one : all_arenas) consider(*one);
   }
   if (chosen == nullptr) return nullptr;
@@ -199,6 +199,9 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
     arena& from, std::size_t size, std::size_t bytes, const live_bytes& live,
     std::unique_lock<spin_lock>& held, std::unique_lock<std::recursive_mutex>& lock) {
   clock.fetch_add(1, std::memory_order_relaxed);
+  // With no lock held the pool may have gone. Its number is not given again.
+  const auto check_pool = [&] { static_cast<void>(pool(from.pool().id)); };
+  check_pool();
   const std::size_t most_live = std::max(live.peak, live.next);
   const auto slack =
       static_cast<std::size_t>(options.now().recycle_slack * static_cast<double>(most_live));
@@ -225,7 +228,9 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
     if (block* const found = try_free()) return {&from, found};
   }
   // 2. Whoever offered to free something.
-  if (ask_for_frees(lock)) {
+  const bool freed = ask_for_frees(lock);
+  check_pool();
+  if (freed) {
     if (block* const found = try_free()) return {&from, found};
   }
   // 3. Old memory, where more is held than wanted.
@@ -233,6 +238,8 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
 
   const std::vector<tier>& tiers = from.pool().options.tiers;
   for (const tier where : tiers) {
+    // What the addresses of one tier cannot hold may lie in the next.
+    if (where != tiers.back() && expandable(from) && size > reservation_for(from, where)) continue;
     supply_terms terms{.where = where,
                        .make_up_to = most_live + slack,
                        .growing = live.next > live.peak,
@@ -241,7 +248,8 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
       const std::size_t device_free = on->usage(memory_location::on(device)).free_bytes;
       const std::size_t held_bytes = supply.held_bytes(tier::device);
       const std::size_t allowed = terms.limit - std::min(terms.limit, held_bytes);
-      if (std::min(device_free, allowed) < size) {
+      const std::size_t needed = expandable(from) ? size : rules.segment_bytes(size);
+      if (std::min(device_free, allowed) < needed) {
         // What is held may move to where it is needed: the driver is asked for no memory.
         terms.may_make = false;
         if (expandable(from)) {

@@ -111,7 +111,7 @@ ipc_handle caching_allocator::export_allocation(const void* at) {
   }
   header head{.magic = k_magic,
               .process = static_cast<std::uint64_t>(getpid()),
-              .allocator = s.id,
+              .allocator = s.shared_as,
               .offset = live->at - first,
               .bytes = live->bytes,
               .parts = memories.size()};

@@ -103,7 +103,7 @@ allocator_statistics caching_allocator::statistics(pool_id its) const {
         add(all.requested_bytes, static_cast<std::int64_t>(b->requested));
       }
       if (backed == 0) continue;
-      add(all.segment, 1);
+      add(all.segment, segment->expandable() ? segment->range->backed_handles() : 1);
       add(all.reserved_bytes, backed);
     }
   }
@@ -185,9 +185,10 @@ std::size_t caching_allocator::empty_cache(std::optional<pool_id> pool) {
   if (s.other) return s.other->empty_cache();
   const std::lock_guard lock(s.slow);
   const pool_record* const only = pool ? &s.pool(*pool) : nullptr;
+  s.settle_captured();
   for (arena* one : s.all_arenas) {
     if (only != nullptr && &one->pool() != only) continue;
-    while (s.captures == 0 && s.wait_for_event(*one)) {
+    while (s.captures == 0 && s.wait_for_event(*one, false)) {
     }
   }
   const std::size_t given = s.give_back(static_cast<std::size_t>(-1), only);
@@ -229,6 +230,10 @@ void caching_allocator::configure(std::string_view text) {
   }
   if (next.min_block != now.min_block || next.small_limit != now.small_limit) {
     throw invalid_argument("min_block_size and small_limit_kb of an allocator cannot change",
+                           "set them before the allocator is made");
+  }
+  if (next.host != now.host || next.share != now.share) {
+    throw invalid_argument("host_placement and share of an allocator cannot change",
                            "set them before the allocator is made");
   }
   for (const device_id peer : now.peers) {

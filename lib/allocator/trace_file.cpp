@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lib/allocator/trace_file.hpp"
 
+#include "lib/allocator/options_grammar.hpp"
+
 #include <evmm/error.hpp>
 
 #include <fmt/format.h>
@@ -13,6 +15,7 @@
 #include <limits>
 #include <map>
 #include <memory>
+#include <system_error>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -22,6 +25,7 @@ namespace {
 
 constexpr const char* k_format = "a line is `a,ID,BYTES,STREAM`, `f,ID` or `c,ID`";
 constexpr std::size_t k_most_bytes = (std::size_t{1} << 60) - 1;  // what an allocator accepts
+constexpr const char* k_too_much = "1 EiB or more is live at one time";
 constexpr unsigned k_most_streams = 4096;  // each becomes a real one; more is a typing error
 
 /// Appends events and keeps the book that all readers share. Each step returns why the event
@@ -30,6 +34,7 @@ class recorder {
  public:
   explicit recorder(const std::string& name) { made_.source = name; }
 
+  bool has_room(std::size_t bytes) const { return bytes <= k_most_bytes - live_bytes_; }
   std::uint32_t allocate(std::size_t bytes, unsigned stream) {
     const std::uint32_t id = made_.allocations++;
     add({.bytes = bytes,
@@ -96,7 +101,7 @@ class line_reader {
     const std::size_t count = split(text, fields);
     const std::string_view action = fields[0];
     const std::size_t wanted = action == "a" ? 4 : action == "f" || action == "c" ? 2 : 0;
-    if (wanted == 0) refuse(fmt::format("'{}' is none of a, f and c", action));
+    if (wanted == 0) refuse(fmt::format("{} is none of a, f and c", quote_option(action)));
     if (count != wanted) {
       refuse(fmt::format("{} fields, but `{}` has {}", count, action, wanted));
     }
@@ -131,6 +136,7 @@ class line_reader {
     const auto stream = number(fields[3], "a stream", 0, k_most_streams - 1);
     const auto [known, added] = ids_.try_emplace(id);
     if (!added) refuse(fmt::format("{} is allocated twice", id));
+    if (!to_.has_room(bytes)) refuse(k_too_much);
     known->second = to_.allocate(bytes, static_cast<unsigned>(stream));
   }
 
@@ -140,7 +146,7 @@ class line_reader {
     const auto [end, failure] = std::from_chars(word.data(), word.data() + word.size(), value);
     if (failure != std::errc{} || end != word.data() + word.size() || value < least ||
         value > most) {
-      refuse(fmt::format("'{}' is not {} from {} to {}", word, what, least, most));
+      refuse(fmt::format("{} is not {} from {} to {}", quote_option(word), what, least, most));
     }
     return value;
   }
@@ -206,6 +212,7 @@ class entry_reader {
     if (known != ids_.end() && to_.live(known->second)) {
       refuse(fmt::format("{:#x} is allocated, but was not freed before", told.at));
     }
+    if (!to_.has_room(told.bytes)) refuse(k_too_much);
     ids_[told.at] = to_.allocate(told.bytes, number_of(told.stream));
   }
 
@@ -257,7 +264,10 @@ class entry_reader {
 std::string read_file(const std::string& path) {
   errno = 0;
   const std::unique_ptr<gzFile_s, int (*)(gzFile)> file(gzopen(path.c_str(), "rb"), gzclose);
-  if (!file) throw invalid_argument(fmt::format("{}: cannot be opened", path), {}, errno);
+  if (!file) {
+    const std::string why = std::generic_category().message(errno);
+    throw invalid_argument(fmt::format("{}: cannot be opened: {}", path, why), {}, errno);
+  }
   std::string text;
   std::array<char, 1 << 16> buffer;
   int got = 0;

@@ -27,6 +27,7 @@ using namespace evmm::units;
 
 constexpr device_id k_device{0};
 constexpr std::size_t k_most_points = 1200;
+constexpr std::size_t k_most_device = 16_TiB;  ///< what a process can reserve more than once
 
 /// A trace as its replay needs it: no completions.
 allocation_trace load(const std::string& path) {
@@ -46,7 +47,8 @@ std::shared_ptr<driver> make_driver_for(const std::string& name,
     // Pages stay untouched, so size costs nothing; the factor is for what an allocator wastes.
     options.device_bytes = 256_GiB;
     for (const auto& trace : traces) {
-      options.device_bytes = std::max(options.device_bytes, 8 * trace.peak_bytes);
+      const std::size_t wanted = 8 * std::min(trace.peak_bytes, k_most_device / 8);
+      options.device_bytes = std::max(options.device_bytes, wanted);
     }
   }
   return host_driver::make(options);

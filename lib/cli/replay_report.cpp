@@ -50,12 +50,12 @@ std::string to_text(const replay_report& report) {
     if (each.pass == 0) {
       text += fmt::format("{}{}: {} events\n", text.empty() ? "" : "\n",
                           std::filesystem::path(each.trace).filename().string(), each.events);
-      text += fmt::format("{:>6}{:>12}{:>14}{:>14}{:>9}{:>10}{:>11}{:>10}{:>9}{:>10}{:>9}\n",
+      text += fmt::format("{:>6}{:>12}{:>14}{:>14} {:>9}{:>10}{:>11}{:>10}{:>9}{:>10}{:>9}\n",
                           "pass", "ns / event", "allocated", "reserved", "ratio", "driver",
                           "in driver", "segments", "created", "recycled", "claimed");
     }
     text += fmt::format(
-        "{:>6}{:>12.1f}{:>14}{:>14}{:>9.4f}{:>10}{:>8.2f} ms{:>10}{:>9}{:>10}{:>9}\n", each.pass,
+        "{:>6}{:>12.1f}{:>14}{:>14} {:>9.4f}{:>10}{:>8.2f} ms{:>10}{:>9}{:>10}{:>9}\n", each.pass,
         each.ns_per_event, size_text(each.peak_allocated_bytes),
         size_text(each.peak_reserved_bytes), each.reserved_over_allocated(), each.driver_calls,
         static_cast<double>(each.time_in_driver_calls_ns) * 1e-6, each.segments,

@@ -73,106 +73,67 @@ void device_allocator::release(const pool_number& name) {
 
 // --- tiers -------------------------------------------------------------------------------------
 
-class device_allocator::scoped_route {
- public:
-  scoped_route(device_allocator& in, const tier_route& route) : in_(in), route_(route) {
-    in_.begin(route_);
-  }
-  ~scoped_route() {
-    log_failure("ending the use of tiers", [&] { in_.end(route_); });
-  }
-  scoped_route(const scoped_route&) = delete;
-  scoped_route& operator=(const scoped_route&) = delete;
-
- private:
-  device_allocator& in_;
-  tier_route route_;
-};
-
 /// What the calling thread has begun, innermost last.
-std::vector<std::pair<const device_allocator*, device_allocator::tier_route>>&
-device_allocator::begun_routes() {
-  static thread_local std::vector<std::pair<const device_allocator*, tier_route>> its;
+std::vector<std::pair<const device_allocator*, tier_choice>>& device_allocator::begun_tiers() {
+  static thread_local std::vector<std::pair<const device_allocator*, tier_choice>> its;
   return its;
 }
 
-std::optional<device_allocator::tier_route> device_allocator::innermost() const {
-  const auto& begun = begun_routes();
+std::optional<tier_choice> device_allocator::innermost() const {
+  const auto& begun = begun_tiers();
   const auto last = std::find_if(begun.rbegin(), begun.rend(),
                                  [this](const auto& one) { return one.first == this; });
   return last == begun.rend() ? std::nullopt : std::optional(last->second);
 }
 
-device_allocator::tier_pool& device_allocator::pool_of(const tier_route& route) noexcept {
-  return tier_pools_[2 * static_cast<std::size_t>(route.tiers) + (route.whole ? 1 : 0)];
+device_allocator::tier_pool& device_allocator::pool_of(tier_choice tiers) noexcept {
+  return tier_pools_[static_cast<std::size_t>(tiers)];
 }
 
-void device_allocator::begin(const tier_route& route) {
+void device_allocator::begin(tier_choice tiers) {
   const std::lock_guard lock(guard_);
-  tier_pool& pool = pool_of(route);
+  tier_pool& pool = pool_of(tiers);
   if (!pool.its) {
     pool_options options;
     options.tiers = {tier::device, tier::host};
-    if (route.tiers == tier_choice::host_only) options.tiers = {tier::host};
-    if (route.whole) options.expandable_segments = false;
+    if (tiers == tier_choice::host_only) options.tiers = {tier::host};
     pool.its = allocator.create_pool(options);
   }
-  begun_routes().emplace_back(this, route);
+  begun_tiers().emplace_back(this, tiers);
   if (pool.begun == 0) {
     try {
       allocator.begin_allocate_to_pool(
-          *pool.its, [this, route](native_stream) { return innermost() == route; });
+          *pool.its, [this, tiers](native_stream) { return innermost() == tiers; });
     } catch (...) {
-      begun_routes().pop_back();
+      begun_tiers().pop_back();
       throw;
     }
   }
   ++pool.begun;
 }
 
-void device_allocator::end(const tier_route& route) {
+void device_allocator::end(tier_choice tiers) {
   const std::lock_guard lock(guard_);
-  if (innermost() != route) {
+  if (innermost() != tiers) {
     throw invalid_argument("these tiers are not what this thread began last on this device",
                            "end in the thread that began, the last begun first");
   }
-  tier_pool& pool = pool_of(route);
+  tier_pool& pool = pool_of(tiers);
   if (pool.begun == 1) allocator.end_allocate_to_pool(*pool.its);
   --pool.begun;
-  auto& begun = begun_routes();
+  auto& begun = begun_tiers();
   const auto last = std::find_if(begun.rbegin(), begun.rend(),
                                  [this](const auto& one) { return one.first == this; });
   begun.erase(std::next(last).base());
 }
 
-void device_allocator::begin(tier_choice tiers) {
-  begin(tier_route{.tiers = tiers});
-}
-
-void device_allocator::end(tier_choice tiers) {
-  end(tier_route{.tiers = tiers});
-}
-
-void* device_allocator::allocate(std::size_t bytes, native_stream stream) {
-  try {
-    return allocator.allocate(bytes, stream);
-  } catch (const out_of_memory&) {
-    const auto route = innermost();
-    if (!route || route->whole) throw;
-    const scoped_route whole(*this, {.tiers = route->tiers, .whole = true});
-    return allocator.allocate(bytes, stream);
-  }
-}
-
 void device_allocator::empty(tier_choice tiers) {
-  for (const bool whole : {false, true}) {
-    std::optional<pool_id> its;
-    {
-      const std::lock_guard lock(guard_);
-      its = pool_of({.tiers = tiers, .whole = whole}).its;
-    }
-    if (its) allocator.empty_cache(its);
+  std::optional<pool_id> its;
+  {
+    const std::lock_guard lock(guard_);
+    its = pool_of(tiers).its;
   }
+  if (its) allocator.empty_cache(its);
 }
 
 // --- the allocators of a process ---------------------------------------------------------------

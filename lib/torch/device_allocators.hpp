@@ -32,8 +32,6 @@ class device_allocator {
   void end(const pool_number& name);
   void release(const pool_number& name);
 
-  /// As caching_allocator::allocate, and from the tiers that the calling thread has begun.
-  void* allocate(std::size_t bytes, native_stream stream);
   /// The calling thread's allocations go to these tiers until the end.
   void begin(tier_choice tiers);
   void end(tier_choice tiers);
@@ -48,29 +46,19 @@ class device_allocator {
     pool_id its{};
     int users = 0;
   };
-  /// Where a thread's allocations go. `whole` takes a segment of its own, in one tier, for each
-  /// large request: an expandable one spans the tiers, but reserves no more than a device holds.
-  struct tier_route {
-    tier_choice tiers = tier_choice::device_then_host;
-    bool whole = false;
-    friend bool operator==(const tier_route&, const tier_route&) = default;
-  };
   struct tier_pool {
     std::optional<pool_id> its;  ///< made at first use
     int begun = 0;               ///< in all threads; routed to while there is one
   };
-  class scoped_route;
-  static std::vector<std::pair<const device_allocator*, tier_route>>& begun_routes();
-  std::optional<tier_route> innermost() const;
-  tier_pool& pool_of(const tier_route& route) noexcept;
-  void begin(const tier_route& route);
-  void end(const tier_route& route);
+  static std::vector<std::pair<const device_allocator*, tier_choice>>& begun_tiers();
+  std::optional<tier_choice> innermost() const;
+  tier_pool& pool_of(tier_choice tiers) noexcept;
   graph_pool& find(const pool_number& name, const char* what);
   void drop_user(std::map<pool_number, graph_pool>::iterator of);
 
   std::mutex guard_;
   std::map<pool_number, graph_pool> graph_pools_;
-  std::array<tier_pool, 4> tier_pools_;
+  std::array<tier_pool, 2> tier_pools_;
 };
 
 /// The allocators of a process.

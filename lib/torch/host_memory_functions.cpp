@@ -52,7 +52,7 @@ void* allocate(ssize_t bytes, int device, CUstream_st* stream, tier_choice tiers
     }
     device_allocator& its = device_allocators::all().of(device);
     const scoped_tiers scope(its, tiers);
-    at = its.allocate(static_cast<std::size_t>(bytes), stream);
+    at = its.allocator.allocate(static_cast<std::size_t>(bytes), stream);
   });
   return at;
 }

@@ -44,7 +44,8 @@ void* evmm_torch_alloc(ssize_t bytes, int device, CUstream_st* stream) {
     if (bytes < 0) {
       throw evmm::invalid_argument(fmt::format("cannot allocate {} bytes", bytes));
     }
-    at = device_allocators::all().of(device).allocate(static_cast<std::size_t>(bytes), stream);
+    at = device_allocators::all().of(device).allocator.allocate(static_cast<std::size_t>(bytes),
+                                                                stream);
   });
   return at;
 }

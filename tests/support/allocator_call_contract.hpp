@@ -144,6 +144,23 @@ TEST_P(allocator_call_contract, empty_cache_waits_for_blocks_that_other_streams_
   EXPECT_EQ(allocator->empty_cache(), 24_MiB);
 }
 
+TEST_P(allocator_call_contract, empty_cache_of_a_pool_waits_for_no_stream_of_others) {
+  make();
+  const native_stream other = new_stream();
+  const pool_id pool = allocator->create_pool();
+  allocator->begin_allocate_to_pool(pool);
+  void* const inside = allocator->allocate(3_MiB);
+  allocator->end_allocate_to_pool(pool);
+  void* const outside = allocator->allocate(3_MiB);
+  allocator->record_stream(outside, other);
+  free({inside, outside});
+  on->clear_record();
+  EXPECT_GE(allocator->empty_cache(pool), 2_MiB);
+  for (const driver_call each : on->record_of_calls()) {
+    EXPECT_NE(each, driver_call::synchronize_event);
+  }
+}
+
 TEST_P(allocator_call_contract, copy_moves_bytes_in_stream_order) {
   make();
   const native_stream stream = new_stream();
@@ -184,7 +201,8 @@ TEST_P(allocator_call_contract, bad_options_change_nothing) {
         "expandable_segments:true", "expandable_segments:True,", "expandable_segments=True",
         "garbage_collection_threshold:1.5", "roundup_power2_divisions:3",
         "max_split_size_mb:64,max_split_size_mb:65", "per_process_memory_fraction:2",
-        "backend:cudaMallocAsync", "min_block_size:1024", "small_limit_kb:512"}) {
+        "backend:cudaMallocAsync", "min_block_size:1024", "small_limit_kb:512",
+        "host_placement:[bind,0]", "share:none"}) {
     EXPECT_TRUE(says(refusal([&] { allocator->configure(wrong); }), "invalid_argument")) << wrong;
     EXPECT_EQ(allocator->options(), before) << wrong;
   }

@@ -240,6 +240,27 @@ TEST_P(allocator_capture_contract, a_capture_that_failed_leaves_a_pool_that_reco
   free({allocator->allocate(3_MiB, stream)});
 }
 
+TEST_P(allocator_capture_contract, an_end_that_fails_leaves_nothing_stuck) {
+  make();
+  const native_stream other = new_stream();
+  const native_stream stream = new_stream();
+  const pool_id pool = allocator->create_pool();
+  {
+    capture graph(*this, pool, stream);
+    void* const block = allocator->allocate(3_MiB, stream);
+    allocator->record_stream(block, other);
+    allocator->free(block);
+    allocator->begin_capture(pool);
+    graph.end();  // another capture still allocates here
+  }
+  on->fail_call(driver_call::record, 0);
+  EXPECT_THROW(allocator->end_capture(pool), driver_error);
+  allocator->release_pool(pool);
+  allocator->empty_cache();
+  EXPECT_EQ(reserved(), 0);
+  EXPECT_EQ(allocator->statistics().active.all.current, 0);
+}
+
 TEST_P(allocator_capture_contract, begin_and_end_go_together) {
   make();
   const pool_id pool = allocator->create_pool();
@@ -315,6 +336,29 @@ TEST_P(allocator_capture_contract, restore_refuses_while_blocks_wait_for_streams
   EXPECT_EQ(allocator->restore(pool, *then).allocated.size(), 1u);
   allocator->end_allocate_to_pool(pool);
   free(all);
+}
+
+TEST_P(allocator_capture_contract, restore_that_is_refused_changes_nothing) {
+  make();
+  const native_stream side = new_stream();
+  const pool_id pool = allocator->create_pool();
+  allocator->begin_allocate_to_pool(pool);
+  const auto all = allocate(2, 3_MiB);
+  const auto then = allocator->checkpoint(pool);
+  free(all);
+  void* const first = allocator->allocate(3_MiB);
+  void* const second = allocator->allocate(3_MiB);
+  void* const third = allocator->allocate(1024);
+  allocator->free(first == all[0] ? first : second);
+  void* const inside = allocator->allocate(2_MiB);  // where a block was
+  void* const left = first == all[0] ? second : first;
+  allocator->end_allocate_to_pool(pool);
+  EXPECT_EQ(inside, all[0]);
+  allocator->record_stream(inside, side);
+  const stream_gate gate(*on, side);
+  EXPECT_TRUE(says(refusal([&] { allocator->restore(pool, *then); }), "no longer free"));
+  EXPECT_TRUE(allocator->live_allocations_are(pool, {left, third, inside}));
+  free({left, third, inside});
 }
 
 TEST_P(allocator_capture_contract, a_graph_replays_after_its_pool_was_restored) {

@@ -282,6 +282,32 @@ TEST_P(allocator_expandable_contract, a_request_beyond_the_reservation_names_the
   free(all);
 }
 
+TEST_P(allocator_expandable_contract, a_request_beyond_the_reservation_lies_in_the_next_tier) {
+  make("expandable_segments_reserve:16M");
+  const pool_id pool = allocator->create_pool({.tiers = {tier::device, tier::host}});
+  allocator->begin_allocate_to_pool(pool);
+  void* const block = allocator->allocate(24_MiB);
+  allocator->end_allocate_to_pool(pool);
+  EXPECT_EQ(allocator->report().host_tier_bytes, 24_MiB);
+  EXPECT_EQ(allocator->statistics().num_ooms, 0);
+  allocator->free(block);
+}
+
+TEST_P(allocator_expandable_contract, sizes_of_handles_are_rounded_up_to_the_granularity) {
+  for (const char* const config :
+       {"min_handle_size_mb:512K", "min_handle_size_mb:3,max_handle_size_mb:3",
+        "min_handle_size_mb:3,max_handle_size_mb:12", "min_handle_size_mb:1,max_handle_size_mb:1",
+        "min_handle_size_mb:2560K,max_handle_size_mb:5"}) {
+    make(config);
+    auto all = allocate(8, 5_MiB);
+    free({all[0], all[3], all[6]});
+    all[0] = allocator->allocate(12_MiB);
+    all[3] = all[6] = nullptr;
+    EXPECT_NO_THROW(allocator->check_invariants()) << config;
+    free(all);
+  }
+}
+
 TEST_P(allocator_expandable_contract, the_key_can_change_while_running) {
   make(k_segments);
   void* const fixed = allocator->allocate(12_MiB);

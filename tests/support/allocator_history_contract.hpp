@@ -91,6 +91,24 @@ TEST_P(allocator_history_contract, a_deferred_free_completes_later) {
   EXPECT_EQ(actions().at(1), trace_action::free_completed);
 }
 
+TEST_P(allocator_history_contract, a_free_that_fails_is_no_event) {
+  for (const char* const config : {"", "cross_stream_reuse:wait"}) {
+    make(config);
+    const native_stream other = new_stream();
+    void* const block = allocator->allocate(3_MiB);
+    allocator->record_history({});
+    allocator->record_stream(block, other);
+    on->fail_call(driver_call::record, 0);
+    EXPECT_THROW(allocator->free(block), driver_error);
+    EXPECT_TRUE(actions().empty());
+    allocator->free(block);
+    EXPECT_EQ(actions().at(0), trace_action::free_requested);
+    on->synchronize(other);
+    allocator->empty_cache();
+    EXPECT_EQ(actions().at(1), trace_action::free_completed);
+  }
+}
+
 TEST_P(allocator_history_contract, the_ring_keeps_the_last_events) {
   make(k_segments);
   void* const warm = allocator->allocate(4096);
@@ -106,6 +124,28 @@ TEST_P(allocator_history_contract, the_ring_keeps_the_last_events) {
   EXPECT_EQ(events().at(0).action, trace_action::free_requested) << "the last ones stay";
   allocator->record_history({.max_entries = 2, .skip = skip});
   EXPECT_TRUE(actions().empty());
+  allocator->free(warm);
+}
+
+TEST_P(allocator_history_contract, a_ring_that_grows_keeps_its_order) {
+  make(k_segments);
+  void* const warm = allocator->allocate(4096);
+  const std::vector<trace_action> skip = {trace_action::snapshot, trace_action::free_requested,
+                                          trace_action::free_completed};
+  allocator->record_history({.max_entries = 3, .skip = skip});
+  const auto sizes = [&] {
+    std::vector<std::size_t> all;
+    for (const trace_entry& each : events()) all.push_back(each.bytes / 512);
+    return all;
+  };
+  const auto record = [&](std::size_t units) { allocator->free(allocator->allocate(units * 512)); };
+  for (const std::size_t units : {1, 2, 3, 4}) record(units);
+  EXPECT_EQ(sizes(), (std::vector<std::size_t>{2, 3, 4}));
+  allocator->record_history({.max_entries = 5, .clear = false, .skip = skip});
+  for (const std::size_t units : {5, 6}) record(units);
+  EXPECT_EQ(sizes(), (std::vector<std::size_t>{2, 3, 4, 5, 6}));
+  record(7);
+  EXPECT_EQ(sizes(), (std::vector<std::size_t>{3, 4, 5, 6, 7}));
   allocator->free(warm);
 }
 

@@ -55,6 +55,22 @@ TEST_P(allocator_shortage_contract, offers_are_asked_with_no_lock_held) {
   free({allocator->allocate(3_MiB)});
 }
 
+TEST_P(allocator_shortage_contract, an_offer_may_end_the_pool_that_is_asked) {
+  make();
+  const pool_id pool = allocator->create_pool();
+  allocator->begin_allocate_to_pool(pool);
+  allocator->release_pool(pool);
+  auto offer = allocator->on_shortage([&] {
+    allocator->end_allocate_to_pool(pool);
+    allocator->empty_cache();
+    return false;
+  });
+  EXPECT_TRUE(says(refusal([&] { (void)allocator->allocate(3_MiB); }), "no pool 1"));
+  offer.reset();
+  EXPECT_EQ(reserved(), 0);
+  free({allocator->allocate(3_MiB)});
+}
+
 TEST_P(allocator_shortage_contract, an_offer_that_throws_fails_the_request_alone) {
   make();
   auto offer = allocator->on_shortage([]() -> bool { throw std::runtime_error("offer"); });
@@ -296,6 +312,17 @@ TEST_P(allocator_shortage_contract, throw_on_oom_refuses_before_anything_is_give
   EXPECT_NE(cached, nullptr) << "what is cached serves still";
   EXPECT_EQ(now.reserved_bytes.all.current, 30 << 20);
   allocator->free(cached);
+}
+
+TEST_P(allocator_shortage_contract, throw_on_oom_counts_the_whole_segment) {
+  make("throw_on_cudamalloc_oom:True,expandable_segments:False");
+  allow(16_MiB);
+  on->clear_record();
+  const std::string said = refusal([&] { (void)allocator->allocate(5_MiB); });  // of 20 MiB
+  EXPECT_TRUE(says(said, "throw_on_cudamalloc_oom")) << said;
+  EXPECT_EQ(allocator->statistics().num_oom_rejections, 1);
+  EXPECT_EQ(allocator->statistics().num_alloc_retries, 0);
+  for (const driver_call each : on->record_of_calls()) EXPECT_NE(each, driver_call::create);
 }
 
 TEST_P(allocator_shortage_contract, throw_on_oom_lets_held_memory_move) {

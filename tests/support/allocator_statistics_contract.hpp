@@ -193,6 +193,45 @@ TEST_P(allocator_statistics_contract, a_pool_has_statistics_of_its_own) {
   free({inside, outside});
 }
 
+TEST_P(allocator_statistics_contract, a_pool_counts_handles_as_segments_too) {
+  make("max_handle_size_mb:4");
+  const pool_id pool = allocator->create_pool();
+  allocator->begin_allocate_to_pool(pool);
+  void* const inside = allocator->allocate(30_MiB);
+  allocator->end_allocate_to_pool(pool);
+  const auto now = allocator->statistics(pool);
+  EXPECT_GT(now.segment.all.current, 1);
+  EXPECT_EQ(now.segment.all.current, allocator->statistics().segment.all.current);
+  EXPECT_EQ(now.reserved_bytes.all.current, reserved());
+  allocator->free(inside);
+}
+
+TEST_P(allocator_statistics_contract, oversize_is_what_it_was_when_it_was_made) {
+  make(k_segments);
+  void* const before = allocator->allocate(40_MiB);
+  allocator->configure("max_split_size_mb:32");
+  void* const after = allocator->allocate(40_MiB);
+  EXPECT_EQ(allocator->statistics().oversize_allocations, counted(1, 1, 1, 0));
+  EXPECT_EQ(allocator->statistics().oversize_segments, counted(1, 1, 1, 0));
+  allocator->configure("max_split_size_mb:64");
+  free({before, after});
+  allocator->empty_cache();
+  EXPECT_EQ(allocator->statistics().oversize_allocations, counted(0, 1, 1, 1));
+  EXPECT_EQ(allocator->statistics().oversize_segments, counted(0, 1, 1, 1));
+}
+
+TEST_P(allocator_statistics_contract, oversize_segments_go_with_their_pool) {
+  make("expandable_segments:False,max_split_size_mb:32");
+  const pool_id pool = allocator->create_pool();
+  allocator->begin_allocate_to_pool(pool);
+  allocator->free(allocator->allocate(40_MiB));
+  allocator->end_allocate_to_pool(pool);
+  EXPECT_EQ(allocator->statistics().oversize_segments.current, 1);
+  allocator->release_pool(pool);
+  EXPECT_EQ(reserved(), 0);
+  EXPECT_EQ(allocator->statistics().oversize_segments.current, 0);
+}
+
 TEST_P(allocator_statistics_contract, the_report_tells_what_others_hold) {
   make();
   void* const block = allocator->allocate(6_MiB - 1);

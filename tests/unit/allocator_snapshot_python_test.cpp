@@ -168,7 +168,8 @@ data = {
         {'action': 'alloc', 'addr': 140000000000000, 'size': 512, 'stream': 0,
          'time_us': 1767225600000000, 'compile_context': None, 'user_metadata': '',
          'pool_id': (0, 0), 'frames': frames},
-        {'action': 'oom', 'device_free': 2**40, 'size': 2**63, 'stream': 0, 'time_us': 0}]
+        {'action': 'oom', 'device_free': 2**40, 'size': 2**63, 'stream': 0, 'time_us': 0},
+        {'action': 'user_defined', 'addr': 0, 'size': 0, 'stream': 0, 'time_us': 7}]
         + [{'action': 'free_completed', 'addr': i, 'size': 70000 * i, 'stream': 0, 'time_us': -i}
            for i in range(3000)]],
     'allocator_settings': {
@@ -206,6 +207,7 @@ for protocol in range(2, 6):
       {.device = 1, .at = base, .bytes = 512, .time_us = 1767225600000000, .frames = frames});
   trace.push_back(
       {.action = trace_action::oom, .device = 1, .at = 1_TiB, .bytes = std::size_t{1} << 63});
+  trace.push_back({.action = trace_action::annotate, .device = 1, .time_us = 7});
   for (std::size_t i = 0; i < 3000; ++i) {
     trace.push_back({.action = trace_action::free_completed,
                      .device = 1,

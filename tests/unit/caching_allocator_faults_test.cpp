@@ -175,6 +175,30 @@ TEST(allocator_faults, a_free_that_fails_can_be_repeated) {
   }
 }
 
+TEST(allocator_faults, a_free_of_another_backend_that_fails_can_be_repeated) {
+  for (const auto& [config, call] : {std::pair{"backend:cudaMallocAsync", driver_call::record},
+                                     std::pair{"backend:cudaMallocAsync", driver_call::wait},
+                                     std::pair{"backend:none", driver_call::synchronize_stream}}) {
+    const auto faults = machine(64_MiB);
+    const auto before = faults->alive();
+    const native_stream other = faults->create_stream(device_id{0});
+    {
+      caching_allocator allocator(faults, device_id{0}, parse_options(config));
+      void* const block = allocator.allocate(3_MiB);
+      allocator.record_stream(block, other);
+      faults->fail_call(call, 0);
+      EXPECT_THROW(allocator.free(block), driver_error);
+      EXPECT_TRUE(allocator.owns(block)) << "nothing happened";
+      EXPECT_EQ(allocator.statistics().allocation.all.freed, 0);
+      allocator.free(block);
+      EXPECT_EQ(allocator.statistics().allocation.all.current, 0);
+    }
+    faults->destroy_stream(other);
+    faults->trim_async(device_id{0}, 0);
+    EXPECT_EQ(faults->alive(), before) << config;
+  }
+}
+
 TEST(allocator_faults, the_other_backends_survive_failures) {
   for (const char* const config : {"backend:cudaMallocAsync", "backend:none"}) {
     const auto faults = machine(64_MiB);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The caching allocator where the device is small or the process was forked: only the host driver
 // can be made to do so.
+#include "tests/support/descriptor_passing.hpp"
 #include "tests/support/fault_driver.hpp"
 
 #include <evmm/allocator/caching_allocator.hpp>
@@ -10,7 +11,9 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <atomic>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -18,6 +21,8 @@
 #include <string_view>
 #include <vector>
 
+#include <sched.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -113,6 +118,24 @@ TEST_F(small_device, names_both_tiers_when_both_are_full) {
   allocator->end_allocate_to_pool(pool);
   EXPECT_TRUE(says(said, "both tiers are full")) << said;
   EXPECT_TRUE(says(said, "pool 1")) << said;
+}
+
+TEST_F(small_device, says_what_the_host_tier_has_where_it_was_asked) {
+  make("");
+  const auto said_of = [&](const pool_options& options, std::size_t bytes) {
+    const pool_id pool = allocator->create_pool(options);
+    allocator->begin_allocate_to_pool(pool);
+    const std::string said = refusal([&] { (void)allocator->allocate(bytes); });
+    allocator->end_allocate_to_pool(pool);
+    allocator->release_pool(pool);
+    return said;
+  };
+  const std::string host = said_of({.tiers = {tier::host}}, 100_MiB);
+  EXPECT_TRUE(says(host, "host memory: 0 B of 64.0 MiB are free, this process holds 64.0 MiB"))
+      << host;
+  EXPECT_TRUE(says(host, "help: use less memory: the host tier is full")) << host;
+  const std::string both = said_of({.tiers = {tier::device, tier::host}}, 100_MiB);
+  EXPECT_TRUE(says(both, "help: set the pool's may_span")) << both;
 }
 
 TEST_F(small_device, one_block_may_lie_in_both_tiers) {
@@ -255,6 +278,51 @@ TEST(allocator_sharing, an_import_keeps_its_driver) {
   EXPECT_TRUE(seen.expired());
 }
 
+/// A child that is process 1 of a container shares 2 MiB of `value` over the second socket of a
+/// pair, and lives on until the first is closed. False where no container can be made.
+bool share_as_process_1(const std::array<int, 2>& ends, int value) {
+  const pid_t child = ::fork();
+  if (child != 0) {
+    int status = 0;
+    return ::waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+  }
+  if (::unshare(CLONE_NEWPID) != 0 && ::unshare(CLONE_NEWUSER | CLONE_NEWPID) != 0) ::_exit(1);
+  if (::fork() != 0) ::_exit(0);
+  ::close(ends[0]);
+  {
+    const auto on = host_driver::make({.devices = 1});
+    caching_allocator allocator(on, device_id{0});
+    void* const block = allocator.allocate(2_MiB);
+    std::memset(block, value, 2_MiB);
+    const ipc_handle shared = allocator.export_allocation(block);
+    send_message(ends[1], {shared.bytes, shared.fds});
+    receive_message(ends[1]);
+    allocator.free(block);
+  }
+  ::_exit(0);
+}
+
+TEST(allocator_sharing, processes_of_the_same_number_are_told_apart) {
+  std::array<std::array<int, 2>, 2> sockets{};
+  for (int i = 0; i < 2; ++i) {
+    auto& ends = sockets[static_cast<std::size_t>(i)];
+    ASSERT_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ends.data()), 0);
+    if (!share_as_process_1(ends, i + 1)) GTEST_SKIP() << "no namespaces may be made here";
+    ::close(ends[1]);
+  }
+  const auto on = host_driver::make({.devices = 1});
+  caching_allocator allocator(on, device_id{0});
+  std::vector<std::shared_ptr<void>> imported;
+  for (const auto& ends : sockets) {
+    const passed_message message = receive_message(ends[0]);
+    imported.push_back(allocator.import_allocation({message.bytes, message.fds}));
+    for (const int fd : message.fds) ::close(fd);
+  }
+  EXPECT_EQ(*static_cast<const char*>(imported[0].get()), 1);
+  EXPECT_EQ(*static_cast<const char*>(imported[1].get()), 2);
+  for (const auto& ends : sockets) ::close(ends[0]);
+}
+
 // --- processes ----------------------------------------------------------------------------------
 
 TEST(allocator_processes, a_forked_child_is_refused) {
@@ -273,7 +341,11 @@ TEST(allocator_processes, a_forked_child_is_refused) {
       }
       return false;
     };
-    ::_exit(refused(4096, stream) && refused(30_MiB, nullptr) ? 0 : 1);
+    const bool both = refused(4096, stream) && refused(30_MiB, nullptr);
+    ::testing::internal::CaptureStderr();
+    held.reset();  // what it holds is the parent's
+    const std::string said = ::testing::internal::GetCapturedStderr();
+    ::_exit(both && said.empty() ? 0 : 1);
   }
   int status = 0;
   ASSERT_EQ(::waitpid(child, &status, 0), child);

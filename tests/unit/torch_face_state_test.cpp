@@ -200,6 +200,13 @@ TEST_F(torch_face_tiers, a_pool_spans_the_device_and_the_host) {
   free(held);
 }
 
+TEST_F(torch_face_tiers, a_request_that_fails_counts_once) {
+  const std::int64_t before = statistics()["num_ooms"];
+  EXPECT_EQ(FROM_LIBRARY(evmm_torch_host_tier_alloc)(ssize_t{1} << 50, 0, nullptr), nullptr);
+  EXPECT_EQ(FROM_LIBRARY(evmm_torch_last_code)(), EVMM_TORCH_OUT_OF_MEMORY);
+  EXPECT_EQ(statistics()["num_ooms"], before + 1);
+}
+
 TEST_F(torch_face_tiers, a_pool_of_the_host_alone) {
   const auto before = host_bytes();
   void* const at = FROM_LIBRARY(evmm_torch_host_only_alloc)(4 * k_mib, 0, nullptr);

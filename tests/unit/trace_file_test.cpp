@@ -61,16 +61,15 @@ TEST(trace_file, an_event_is_small) {
 }
 
 struct bad_line {
-  const char* text;
-  const char* complaint;
+  std::string text;
+  std::string complaint;
 };
 
 class trace_file_errors : public testing::TestWithParam<bad_line> {};
 
 TEST_P(trace_file_errors, are_refused_with_file_line_and_reason) {
   try {
-    parse_trace(std::string("a,1,512,0\nf,1\na,2,512,0\n") + GetParam().text + "\na,99,1,0\n",
-                "bad.csv");
+    parse_trace("a,1,512,0\nf,1\na,2,512,0\n" + GetParam().text + "\na,99,1,0\n", "bad.csv");
     FAIL() << "accepted: " << GetParam().text;
   } catch (const invalid_argument& refused) {
     EXPECT_THAT(refused.message(), HasSubstr("bad.csv:4: "));
@@ -97,7 +96,13 @@ INSTANTIATE_TEST_SUITE_P(
         bad_line{"a,1,512,0", "1 is allocated twice"}, bad_line{"f,3", "3 was not allocated"},
         bad_line{"c,3", "3 was not allocated"}, bad_line{"f,1", "1 was freed before"},
         bad_line{"c,2", "2 has completed its free before it was asked for"},
-        bad_line{"f,", "'' is not an id"}));
+        bad_line{"f,", "'' is not an id"},
+        bad_line{std::string(3, '\0'), "'\\x00\\x00\\x00' is none of a, f and c"},
+        bad_line{std::string(5000, 'x'), std::string(60, 'x') + "...' is none"},
+        bad_line{"\xef\xbb\xbf"
+                 "a,3,512,0",
+                 "'\\xef\\xbb\\xbfa' is none"},
+        bad_line{"a,3,1152921504606846975,0", "1 EiB or more is live at one time"}));
 
 TEST(trace_file, a_free_completes_once) {
   try {
@@ -115,7 +120,8 @@ TEST(trace_file, refuses_a_text_without_events_and_a_file_that_is_not_there) {
     read_trace("/nonexistent/trace.csv");
     FAIL();
   } catch (const invalid_argument& refused) {
-    EXPECT_THAT(refused.what(), HasSubstr("/nonexistent/trace.csv: cannot be opened"));
+    EXPECT_THAT(refused.what(),
+                HasSubstr("/nonexistent/trace.csv: cannot be opened: No such file"));
     EXPECT_EQ(refused.native_code(), ENOENT);
   }
 }

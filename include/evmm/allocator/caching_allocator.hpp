@@ -178,7 +178,8 @@ class caching_allocator {
   allocator_options options() const;
   /// Changes what PyTorch too changes while running, from a string: max_split_size_mb,
   /// garbage_collection_threshold, roundup_power2_divisions, expandable_segments and so on, for
-  /// what is allocated from now on. The backend cannot change.
+  /// what is allocated from now on. backend, min_block_size, small_limit_kb, host_placement and
+  /// share cannot change, and no peer can be taken away.
   void configure(std::string_view text);
 
   // --- expandable segments --------------------------------------------------------------------
