@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/ep/elastic_rows.hpp"
 
-#include "lib/support/log.hpp"
-
 #include <algorithm>
 
 namespace evmm::ep {
@@ -36,20 +34,14 @@ elastic_rows::elastic_rows(symmetric_heap& heap, std::size_t rows, std::size_t r
     bytes_ = {heap, bytes, nullptr, {.tiers = tier_policy::device_only, .alignment = k_alignment}};
     return;
   }
-  pool_ = heap.create_pool();
+  pool_.emplace(heap);
   const std::size_t granule = heap.region().granularity();
   const std::size_t all = rounded_up(bytes, granule);
   const std::size_t on_device = std::min(all, rounded_up(device_rows * row_bytes, granule));
-  grow_in_steps(heap, tier::device, on_device, steps, *pool_);
-  grow_in_steps(heap, tier::host, all - on_device, steps, *pool_);
-  bytes_ = {heap, bytes, nullptr, {.may_span = true, .alignment = k_alignment, .pool = *pool_}};
-}
-
-elastic_rows::~elastic_rows() {
-  if (!pool_) return;
-  symmetric_heap& heap = bytes_.heap();
-  bytes_.reset();
-  log_failure("giving back the segments of an exchange's rows", [&] { heap.release_pool(*pool_); });
+  grow_in_steps(heap, tier::device, on_device, steps, pool_->id());
+  grow_in_steps(heap, tier::host, all - on_device, steps, pool_->id());
+  bytes_ = {
+      heap, bytes, nullptr, {.may_span = true, .alignment = k_alignment, .pool = pool_->id()}};
 }
 
 std::size_t elastic_rows::device_rows() const {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include "comm/ep/owned_pool.hpp"
+
 #include <evmm/comm/symmetric_buffer.hpp>
 
 #include <cstddef>
@@ -18,8 +20,6 @@ class elastic_rows {
                std::size_t device_rows, int steps);
   elastic_rows(const elastic_rows&) = delete;
   elastic_rows& operator=(const elastic_rows&) = delete;
-  /// Local, unlike the others: what is left to do is logged when it fails.
-  ~elastic_rows();
 
   char* local() const { return reinterpret_cast<char*>(bytes_.local()); }
   std::size_t offset() const { return bytes_.offset(); }
@@ -30,7 +30,7 @@ class elastic_rows {
 
  private:
   std::size_t rows_, row_bytes_;
-  std::optional<pool_id> pool_;
+  std::optional<owned_pool> pool_;
   symmetric_buffer<std::byte> bytes_;
 };
 

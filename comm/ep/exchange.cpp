@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "comm/collective_change.hpp"
 #include "comm/ep/common_options.hpp"
 #include "comm/ep/exchange_state.hpp"
 #include "lib/support/patience.hpp"
@@ -247,7 +248,10 @@ std::size_t exchange::adapt(double headroom) {
   if (!(headroom >= 1 && headroom <= 1000)) {
     refuse(fmt::format("adapt with a headroom of {}", headroom), "give 1 to 1,000");
   }
-  for (const native_stream stream : s.streams) s.on().synchronize(stream);
+  bootstrap& ranks = s.heap.region().ranks();
+  agree_on(ranks, "ep::exchange: adapt", [&] {
+    for (const native_stream stream : s.streams) s.on().synchronize(stream);
+  });
   struct most_rows {
     std::uint64_t received, by_expert;
   };
@@ -256,8 +260,7 @@ std::size_t exchange::adapt(double headroom) {
   };
   const most_rows mine{take(s.totals.most_rows_on_host), take(s.experts_at.most_rows_on_host)};
   most_rows all{};
-  for (const most_rows& one :
-       s.heap.region().ranks().all_gather_value(mine, "ep::exchange: adapt")) {
+  for (const most_rows& one : ranks.all_gather_value(mine, "ep::exchange: most rows")) {
     all.received = std::max(all.received, one.received);
     all.by_expert = std::max(all.by_expert, one.by_expert);
   }

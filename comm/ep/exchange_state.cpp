@@ -3,6 +3,7 @@
 
 #include "comm/collective_change.hpp"
 #include "comm/ep/common_options.hpp"
+#include "comm/ep/scoped_stream.hpp"
 
 #include <evmm/error.hpp>
 
@@ -144,10 +145,9 @@ exchange::state::state(symmetric_heap& given, symmetric_channel* channel,
           .weight_gradients = weight_gradients.local(),
           .most_rows_on_host = word(k_most_expert_rows)};
     }
-    const native_stream stream = on().create_stream(region.device());
-    on().fill(reinterpret_cast<address>(flags.local()), std::byte{0}, flags.bytes(), stream);
-    on().synchronize(stream);
-    on().destroy_stream(stream);
+    const scoped_stream stream(on(), region.device());
+    on().fill(reinterpret_cast<address>(flags.local()), std::byte{0}, flags.bytes(), stream.get());
+    on().synchronize(stream.get());
     steps = on().info().kind == driver_kind::cuda
                 ? make_cuda_steps(region.device(), options.sms, options.local_sms,
                                   count * local_experts)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/ep/fixed_rail.hpp"
 
-#include "lib/support/log.hpp"
+#include "comm/collective_change.hpp"
 
 #include <evmm/error.hpp>
 
@@ -10,25 +10,23 @@ namespace evmm::ep {
 fixed_rail::fixed_rail(symmetric_heap& heap, symmetric_channel& channel,
                        const low_latency_options& options)
     : way_(heap, channel, rail_options_of("ep::low_latency_exchange", options)),
-      sets_{make_set(), make_set()},
-      given_(way_.on(), heap.region().device()),
-      own_(way_.on().create_stream(heap.region().device())) {
-  // Records that never came choose nobody.
-  for (const buffer_set& set : sets_) {
-    const symmetric_buffer<std::byte>& to = set.buffers.incoming;
-    way_.on().fill(reinterpret_cast<address>(to.local()), std::byte{0xff}, to.bytes(), own_);
-  }
+      sets_{make_set(), make_set()} {
+  agree_on(heap.region().ranks(), "ep::low_latency_exchange: rail's stream", [&] {
+    driver& on = way_.on();
+    const device_id device = heap.region().device();
+    given_.emplace(on, device);
+    own_.emplace(on, device);
+    for (buffer_set& set : sets_) {
+      set.done.emplace(on, device);
+      // Records that never came choose nobody.
+      const symmetric_buffer<std::byte>& to = set.buffers.incoming;
+      on.fill(reinterpret_cast<address>(to.local()), std::byte{0xff}, to.bytes(), own_stream());
+    }
+  });
 }
 
 fixed_rail::buffer_set fixed_rail::make_set() const {
-  return {.buffers = way_.make_buffers(false),
-          .places = way_.make_places(),
-          .done = scoped_event(way_.on(), way_.heap().region().device())};
-}
-
-fixed_rail::~fixed_rail() {
-  log_failure("waiting for a rail's stream", [&] { way_.on().synchronize(own_); });
-  log_failure("destroying a rail's stream", [&] { way_.on().destroy_stream(own_); });
+  return {.buffers = way_.make_buffers(false), .places = way_.make_places(), .done = {}};
 }
 
 void fixed_rail::check_call(native_stream stream) const {
@@ -45,7 +43,7 @@ void fixed_rail::cross(const symmetric_buffer<T>& from, const symmetric_buffer<T
   for (std::size_t node = 0; node < nodes(); ++node) {
     blocks.push_back({.from = from.offset() + node * bytes, .sent = bytes, .came = bytes});
   }
-  way_.cross(blocks, to.offset(), bytes, own_);
+  way_.cross(blocks, to.offset(), bytes, own_stream());
 }
 
 token_arrays fixed_rail::gather(int set, const token_arrays& given, native_stream stream) {
@@ -58,7 +56,8 @@ token_arrays fixed_rail::gather(int set, const token_arrays& given, native_strea
                              way_.blocks(with.buffers.outgoing, record), own, stream);
   follow(stream);
   cross(with.buffers.outgoing, with.buffers.incoming);
-  way_.steps().unpack_in_place(way_.map(), way_.blocks(with.buffers.incoming, record), batch, own_);
+  way_.steps().unpack_in_place(way_.map(), way_.blocks(with.buffers.incoming, record), batch,
+                               own_stream());
   return {.x = batch.x,
           .scales = batch.scales,
           .ids = batch.ids,
@@ -67,8 +66,8 @@ token_arrays fixed_rail::gather(int set, const token_arrays& given, native_strea
 }
 
 void fixed_rail::follow(native_stream stream) {
-  way_.on().record(given_.get(), stream);
-  way_.on().wait(own_, given_.get());
+  way_.on().record(given_->get(), stream);
+  way_.on().wait(own_stream(), given_->get());
 }
 
 void fixed_rail::scatter(int set) {
@@ -76,11 +75,11 @@ void fixed_rail::scatter(int set) {
 }
 
 void fixed_rail::mark(int set) {
-  way_.on().record(of(set).done.get(), own_);
+  way_.on().record(of(set).done->get(), own_stream());
 }
 
 void fixed_rail::join(int set, native_stream stream) {
-  way_.on().wait(stream, of(set).done.get());
+  way_.on().wait(stream, of(set).done->get());
 }
 
 void fixed_rail::add(int set, int count, const combine_output& to, native_stream stream) {

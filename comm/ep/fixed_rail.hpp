@@ -2,12 +2,14 @@
 #pragma once
 
 #include "comm/ep/rail.hpp"
+#include "comm/ep/scoped_stream.hpp"
 #include "lib/memory/copier.hpp"
 
 #include <evmm/ep/low_latency.hpp>
 
 #include <array>
 #include <cstddef>
+#include <optional>
 
 namespace evmm::ep {
 
@@ -25,13 +27,11 @@ class fixed_rail {
   fixed_rail(symmetric_heap& heap, symmetric_channel& channel, const low_latency_options& options);
   fixed_rail(const fixed_rail&) = delete;
   fixed_rail& operator=(const fixed_rail&) = delete;
-  /// Waits for its own stream.
-  ~fixed_rail();
 
   std::size_t nodes() const { return way_.nodes(); }
   /// Tokens of a batch, [nodes][max_tokens].
   int batch_size() const { return static_cast<int>(nodes() * way_.options().max_tokens); }
-  native_stream own_stream() const { return own_; }
+  native_stream own_stream() const { return own_->get(); }
 
   /// Throws what the channel broke with, if it did.
   void check() const { way_.channel().check(); }
@@ -59,7 +59,7 @@ class fixed_rail {
   struct buffer_set {
     rail_buffers buffers;
     symmetric_buffer<std::int32_t> places;
-    scoped_event done;
+    std::optional<scoped_event> done;
   };
   buffer_set make_set() const;
   const buffer_set& of(int set) const { return sets_[static_cast<std::size_t>(set)]; }
@@ -70,8 +70,8 @@ class fixed_rail {
 
   rail way_;
   std::array<buffer_set, k_sets> sets_;
-  scoped_event given_;
-  native_stream own_ = nullptr;
+  std::optional<scoped_event> given_;
+  std::optional<scoped_stream> own_;
 };
 
 }  // namespace evmm::ep

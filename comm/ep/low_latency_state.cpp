@@ -3,6 +3,7 @@
 
 #include "comm/collective_change.hpp"
 #include "comm/ep/common_options.hpp"
+#include "comm/ep/scoped_stream.hpp"
 
 #include <evmm/error.hpp>
 
@@ -69,9 +70,10 @@ low_latency_exchange::state::state(symmetric_heap& given, symmetric_channel* cha
       return host->at<std::uint64_t>(index * sizeof(std::uint64_t));
     };
     totals = {.lost_on_host = word(k_lost), .wrong_on_host = word(k_wrong)};
-    const native_stream stream = on().create_stream(region.device());
+    const scoped_stream stream(on(), region.device());
     const auto clear = [&](const auto& words) {
-      on().fill(reinterpret_cast<address>(words.local()), std::byte{0}, words.bytes(), stream);
+      on().fill(reinterpret_cast<address>(words.local()), std::byte{0}, words.bytes(),
+                stream.get());
     };
     clear(dead);
     // This rank's rows begin at the same place at every peer.
@@ -82,10 +84,9 @@ low_latency_exchange::state::state(symmetric_heap& given, symmetric_channel* cha
       set.layout.most_rows_on_host = word(k_most_rows);
       clear(set.flags);
       on().copy(reinterpret_cast<address>(set.plan_first.local()),
-                reinterpret_cast<address>(first.data()), set.plan_first.bytes(), stream);
+                reinterpret_cast<address>(first.data()), set.plan_first.bytes(), stream.get());
     }
-    on().synchronize(stream);
-    on().destroy_stream(stream);
+    on().synchronize(stream.get());
     const bool cuda = on().info().kind == driver_kind::cuda;
     steps = cuda ? make_cuda_low_latency_steps(region.device(), options.sms)
                  : make_host_low_latency_steps(on());

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/ep/rail.hpp"
 
+#include "comm/collective_change.hpp"
+#include "comm/ep/scoped_stream.hpp"
+
 #include <evmm/error.hpp>
 
 #include <fmt/format.h>
@@ -52,13 +55,14 @@ rail::rail(symmetric_heap& heap, symmetric_channel& channel, const rail_options&
           .experts = options.experts,
           .node_of = ranks_.local(),
           .index_in = ranks_.local() + all.size()};
-  const native_stream stream = on().create_stream(region.device());
-  on().copy(reinterpret_cast<address>(ranks_.local()), reinterpret_cast<address>(arrays.data()),
-            ranks_.bytes(), stream);
-  on().synchronize(stream);
-  on().destroy_stream(stream);
-  steps_ = on().info().kind == driver_kind::cuda ? make_cuda_rail_steps(region.device())
-                                                 : make_host_rail_steps(on());
+  agree_on(ranks, fmt::format("{}: rail", options.who), [&] {
+    const scoped_stream stream(on(), region.device());
+    on().copy(reinterpret_cast<address>(ranks_.local()), reinterpret_cast<address>(arrays.data()),
+              ranks_.bytes(), stream.get());
+    on().synchronize(stream.get());
+    steps_ = on().info().kind == driver_kind::cuda ? make_cuda_rail_steps(region.device())
+                                                   : make_host_rail_steps(on());
+  });
 }
 
 token_record rail::record(bool as_gradients) const {
