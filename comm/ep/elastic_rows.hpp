@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "comm/ep/owned_pool.hpp"
-
-#include <evmm/comm/symmetric_buffer.hpp>
+#include "comm/ep/heap_source.hpp"
 
 #include <cstddef>
 #include <optional>
@@ -16,8 +14,8 @@ class elastic_rows {
  public:
   /// `rows` of `row_bytes`, of which `device_rows` lie on the device: all of them in the heap's own
   /// segments, or in segments of their own, `steps` in each tier, which move_border() moves.
-  elastic_rows(symmetric_heap& heap, std::size_t rows, std::size_t row_bytes,
-               std::size_t device_rows, int steps);
+  elastic_rows(heap_source& from, std::size_t rows, std::size_t row_bytes, std::size_t device_rows,
+               int steps);
   elastic_rows(const elastic_rows&) = delete;
   elastic_rows& operator=(const elastic_rows&) = delete;
 

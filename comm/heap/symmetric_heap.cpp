@@ -130,7 +130,7 @@ std::size_t symmetric_heap::state::allocate(std::size_t bytes, native_stream str
                            "allocate before the capture: the address stays as long as the buffer");
   }
   settle_captured();
-  const std::size_t size = round_up(std::max<std::size_t>(bytes, 1), heap_blocks::granule);
+  const std::size_t size = heap_blocks::block_bytes(bytes);
   calls.begin({.call = heap_call::allocate,
                .tiers = static_cast<std::uint8_t>(request.tiers),
                .flag = request.may_span,

@@ -3,6 +3,7 @@
 
 #include <evmm/comm/symmetric_channel.hpp>
 #include <evmm/comm/symmetric_heap.hpp>
+#include <evmm/ep/footprint.hpp>
 
 #include <chrono>
 #include <cstddef>
@@ -61,6 +62,11 @@ struct exchange_options {
   /// After this a kernel no longer waits for a peer; see exchange::check().
   std::chrono::milliseconds timeout = std::chrono::seconds(30);
 };
+
+/// What an exchange takes of its heap, and what each plan takes besides. Exact: counted by the code
+/// that takes it. Throw as the constructor does for options that cannot be.
+heap_footprint footprint(const exchange_options& options, const job_shape& job);
+heap_footprint plan_footprint(const exchange_options& options, const job_shape& job);
 
 /// The tokens of one rank, in memory of its device, row after row.
 struct tokens {
