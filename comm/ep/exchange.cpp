@@ -283,8 +283,9 @@ void exchange::check() {
   const std::uint64_t lost = read_signal(state_->totals.lost_on_host);
   if (lost == 0) return;
   std::string text;
-  for (int r = 0; r < state_->shape.ranks; ++r) {
-    if ((lost >> r & 1) != 0) text += fmt::format("{}{}", text.empty() ? "" : ", ", r);
+  const std::vector<rank_id>& ranks = state_->heap.region().ranks().node_ranks();
+  for (std::size_t r = 0; r < ranks.size(); ++r) {
+    if ((lost >> r & 1) != 0) text += fmt::format("{}{}", text.empty() ? "" : ", ", ranks[r].value);
   }
   throw peer_error(fmt::format("ranks {} did not come to an exchange within {} ms", text,
                                state_->options.timeout.count()),

@@ -78,6 +78,33 @@ TEST(ep_footprint, refuses_what_cannot_be) {
               ::testing::HasSubstr("hidden is 100"));
 }
 
+TEST(ep_nodes, a_rank_that_did_not_come_is_named_as_the_job_does) {
+  const auto bootstraps = make_thread_bootstraps(4, {"a", "a", "b", "b"});
+  const auto thrown = run_ranks(4, [&](int rank) {
+    const rank_context at{.ranks = bootstraps[static_cast<std::size_t>(rank)],
+                          .on = host_driver::make({})};
+    symmetric_heap heap(at.make());
+    symmetric_channel across(heap.region());
+    ep::exchange exchange(heap, across,
+                          {.experts = 4,
+                           .top_k = 1,
+                           .hidden = 128,
+                           .max_tokens = 4,
+                           .sms = 1,
+                           .timeout = std::chrono::milliseconds(200)});
+    ep::plan plan = exchange.make_plan();
+    if (rank % 2 == 0) {
+      exchange.dispatch({}, plan, nullptr);
+      at.on->synchronize(native_stream{nullptr});
+      EXPECT_THAT(thrown_by([&] { exchange.check(); }),
+                  ::testing::HasSubstr("ranks " + std::to_string(rank + 1) + " did not come"));
+    }
+    at.ranks->barrier("all have seen it");
+    across.close();
+  });
+  for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
+}
+
 std::vector<threads_case> all_cases() {
   std::vector<threads_case> all;
   for (const char* hosts : {"a", "aa", "aaaa", "ab", "abab", "abc"}) {
