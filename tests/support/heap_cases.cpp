@@ -303,6 +303,7 @@ void buffers_are_typed_and_free_themselves(const rank_context& at) {
     symmetric_buffer<std::uint32_t> moved = std::move(counts);
     EXPECT_FALSE(counts);
     EXPECT_EQ(counts.size(), 0u);
+    EXPECT_TRUE(counts.elements().empty()) << "one that was moved from can be asked";
     counts = symmetric_buffer<std::uint32_t>(heap, 5);
     EXPECT_EQ(heap.statistics().allocation.all.current, 2);
     const symmetric_buffer<double> empty(heap, 0);

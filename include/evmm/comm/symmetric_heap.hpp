@@ -105,8 +105,8 @@ class symmetric_heap {
   symmetric_heap(const symmetric_heap&) = delete;
   symmetric_heap& operator=(const symmetric_heap&) = delete;
 
-  /// Collective: waits for every stream that used the heap, and closes the region. Every other
-  /// member is an invalid_argument.
+  /// Collective: waits for every stream that used the heap, and closes the region. What needs its
+  /// memory is an invalid_argument from then on; a second close does nothing.
   void close(const uses& in_use = {});
 
   // --- allocate and free ----------------------------------------------------------------------
