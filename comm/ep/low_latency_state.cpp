@@ -145,15 +145,15 @@ low_latency_exchange::state::state(symmetric_heap& given, symmetric_channel* cha
       return host->at<std::uint64_t>(index * sizeof(std::uint64_t));
     };
     totals = {.lost_on_host = word(k_lost), .wrong_on_host = word(k_wrong)};
+    // This rank's rows begin at the same place at every peer. (Outlives the stream that reads it.)
+    const std::vector<std::int32_t> first(static_cast<std::size_t>(shape.ranks),
+                                          shape.rank * own.batch);
     const scoped_stream stream(on(), region.device());
     const auto clear = [&](const auto& words) {
       on().fill(reinterpret_cast<address>(words.local()), std::byte{0}, words.bytes(),
                 stream.get());
     };
     clear(own.dead);
-    // This rank's rows begin at the same place at every peer.
-    const std::vector<std::int32_t> first(static_cast<std::size_t>(shape.ranks),
-                                          shape.rank * own.batch);
     for (low_latency_buffers& set : own.sets) {
       set.layout.most_rows_on_host = word(k_most_rows);
       clear(set.flags);
