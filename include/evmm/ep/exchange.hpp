@@ -212,8 +212,8 @@ class exchange {
   /// the most that any rank received in one dispatch since the last call, times `headroom`,
   /// moving whole segments of the buffers between the tiers; nothing where all lies on the device.
   /// Contents and addresses stay. Waits for the streams of its calls first. Returns device_rows as
-  /// they are then, which options() tells too. Throws invalid_argument for a headroom below 1, and
-  /// what symmetric_heap::migrate throws.
+  /// they are then, which options() tells too. Throws invalid_argument for a headroom below 1 or
+  /// above 1,000, and what symmetric_heap::migrate throws.
   std::size_t adapt(double headroom = 1.25);
   /// Throws peer_error naming the ranks for which a kernel has waited in vain so far, and
   /// invalid_argument when a token chose an expert that there is not.
