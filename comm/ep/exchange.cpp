@@ -115,8 +115,9 @@ exchange::~exchange() = default;
 plan exchange::make_plan() {
   state& s = *state_;
   heap_source from(s.heap);
-  return plan(std::make_unique<plan::state>(from, s.shape, s.options.max_tokens,
-                                            s.heap.region().ranks().node_count()));
+  return plan(std::make_unique<plan::state>(
+      from, s.shape, s.options.max_tokens,
+      static_cast<std::size_t>(s.heap.region().ranks().node_count())));
 }
 
 received exchange::dispatch(const tokens& from, plan& to, native_stream stream) {

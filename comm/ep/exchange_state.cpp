@@ -19,13 +19,9 @@ namespace {
 
 constexpr const char* k_name = "ep::exchange";
 
-/// Tokens that a rank sends within its node: what came from others is sent on like its own.
-std::size_t batch_of(const exchange_options& options, const job_shape& job) {
-  return options.max_tokens * static_cast<std::size_t>(job.nodes);
-}
 /// Rows of the worst case, by source and, with all padding, by expert.
 std::size_t rows_of(const exchange_options& options, const job_shape& job) {
-  return static_cast<std::size_t>(job.ranks / job.nodes) * batch_of(options, job);
+  return options.max_tokens * static_cast<std::size_t>(job.ranks);
 }
 std::size_t expert_rows_of(const exchange_options& options, const job_shape& job) {
   return rows_of(options, job) * static_cast<std::size_t>(options.top_k) +
@@ -62,14 +58,15 @@ enum : std::size_t { k_ticket, k_lost, k_wrong, k_most_rows, k_most_expert_rows,
 }  // namespace
 
 plan_buffers::plan_buffers(heap_source& from, const ep_shape& shape, std::size_t max_tokens,
-                           int nodes) {
+                           std::size_t node_count) {
   const auto ranks = static_cast<std::size_t>(shape.ranks);
-  const std::size_t batch = max_tokens * static_cast<std::size_t>(nodes);
+  // Within a node, what came from others is sent on like a rank's own.
+  const std::size_t batch = max_tokens * node_count;
   masks = from.make<std::uint64_t>(batch);
   places = from.make<std::int32_t>(batch * ranks);
   first = from.make<std::int32_t>(ranks);
   messages = from.make<std::int32_t>(ranks * static_cast<std::size_t>(shape.count_words()));
-  if (nodes > 1) this->nodes = rail_plan(from, max_tokens, static_cast<std::size_t>(nodes));
+  if (node_count > 1) nodes = rail_plan(from, max_tokens, node_count);
 }
 
 exchange_buffers::exchange_buffers(heap_source& from, const exchange_options& options,
@@ -187,7 +184,7 @@ heap_footprint footprint(const exchange_options& options, const job_shape& job) 
   check_job(job);
   check_options(options, job);
   heap_source counted(job);
-  exchange_buffers(counted, options, common_shape(options, view_of(job), job.ranks), job);
+  const exchange_buffers all(counted, options, common_shape(options, view_of(job), job.ranks), job);
   return counted.taken();
 }
 
@@ -195,8 +192,8 @@ heap_footprint plan_footprint(const exchange_options& options, const job_shape& 
   check_job(job);
   check_options(options, job);
   heap_source counted(job);
-  plan_buffers(counted, common_shape(options, view_of(job), job.ranks), options.max_tokens,
-               job.nodes);
+  const plan_buffers all(counted, common_shape(options, view_of(job), job.ranks),
+                         options.max_tokens, static_cast<std::size_t>(job.nodes));
   return counted.taken();
 }
 

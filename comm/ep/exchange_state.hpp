@@ -16,7 +16,8 @@ namespace evmm::ep {
 
 /// What a plan takes.
 struct plan_buffers {
-  plan_buffers(heap_source& from, const ep_shape& shape, std::size_t max_tokens, int nodes);
+  plan_buffers(heap_source& from, const ep_shape& shape, std::size_t max_tokens,
+               std::size_t node_count);
   symmetric_buffer<std::uint64_t> masks;
   symmetric_buffer<std::int32_t> places, first, messages;
   rail_plan nodes;

@@ -174,7 +174,8 @@ heap_footprint footprint(const low_latency_options& options, const job_shape& jo
   check_job(job);
   check_options(options, job);
   heap_source counted(job);
-  low_latency_memory(counted, options, common_shape(options, view_of(job), job.ranks), job);
+  const low_latency_memory all(counted, options, common_shape(options, view_of(job), job.ranks),
+                               job);
   return counted.taken();
 }
 
