@@ -175,8 +175,9 @@ void symmetric_heap::state::free(std::size_t offset) {
   note(trace_action::free_requested, offset, block.bytes, block.stream,
        blocks.segments()[blocks.segment_at(offset)].pool);
   captured.push_back(offset);
-  settle_captured();
+  // The call is made, whatever comes: where an event cannot be recorded, the next call tries again.
   finish(0);
+  settle_captured();
 }
 
 void symmetric_heap::state::settle_captured() {

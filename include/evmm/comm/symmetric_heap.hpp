@@ -117,7 +117,8 @@ class symmetric_heap {
   [[nodiscard]] std::size_t allocate(std::size_t bytes, native_stream stream = nullptr,
                                      const symmetric_request& request = {});
   /// Throws invalid_argument naming an offset where no live allocation begins. Under a capture of
-  /// a stream that used it the block stays out of use until that capture has ended.
+  /// a stream that used it the block stays out of use until that capture has ended. When the driver
+  /// fails, the allocation is gone all the same: the next call that needs its block tries again.
   void free(std::size_t offset);
   /// free() for destructors: what it throws is logged. Does nothing after close().
   void release(std::size_t offset) noexcept;
