@@ -8,6 +8,14 @@ void require_one_node(const char* who, const bootstrap& ranks, const char* help)
   throw unsupported(fmt::format("{}: the ranks are on {} nodes", who, ranks.node_count()), help);
 }
 
+void check_job(const job_shape& job) {
+  if (job.ranks >= 1 && job.nodes >= 1 && job.ranks % job.nodes == 0 && job.granularity > 0) return;
+  throw invalid_argument(fmt::format("a job of {} ranks on {} nodes, with segments in units of {}",
+                                     job.ranks, job.nodes, job.granularity),
+                         "give ranks and nodes, as many ranks on each, and "
+                         "symmetric_region::granularity()");
+}
+
 token_arrays check_tokens(const tokens& from, const token_rules& rules) {
   const auto refuse = [](const std::string& what, const std::string& help) {
     throw invalid_argument("cannot send " + what, help);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "comm/ep/ep_shape.hpp"
+#include "comm/ep/rail_steps.hpp"
 
 #include <evmm/comm/bootstrap.hpp>
 #include <evmm/ep/exchange.hpp>
@@ -9,6 +10,7 @@
 
 #include <fmt/format.h>
 
+#include <chrono>
 #include <cstdint>
 #include <string>
 
@@ -33,11 +35,30 @@ token_arrays check_tokens(const tokens& from, const token_rules& rules);
 /// Throws invalid_argument when a token chose an expert that there is not.
 void check_choices(const ep_totals& totals, int experts);
 
+/// The job of these ranks, with a heap of theirs.
+inline job_shape job_of(const symmetric_heap& heap) {
+  const bootstrap& ranks = heap.region().ranks();
+  return {.ranks = ranks.size(),
+          .nodes = ranks.node_count(),
+          .granularity = heap.region().granularity()};
+}
+/// Throws invalid_argument.
+void check_job(const job_shape& job);
+/// What there is of a view before there is a heap.
+inline symmetric_view view_of(const job_shape& job) {
+  symmetric_view view;
+  view.ranks = job.ranks / job.nodes;
+  return view;
+}
+
+constexpr int k_most_experts = 16384;  ///< of the job: their counts lie in a block's shared memory
+constexpr std::chrono::hours k_longest_timeout{7 * 24};
+
 /// Throws invalid_argument for options that cannot be.
 template <class Options>
-void check_common_options(const char* who, const Options& given, const bootstrap& job) {
-  const int ranks = job.size();
-  const std::size_t on_node = job.node_ranks().size();
+void check_common_options(const char* who, const Options& given, const job_shape& job) {
+  const int ranks = job.ranks;
+  const int on_node = (ranks + job.nodes - 1) / job.nodes;
   const auto refuse = [&](const std::string& what, const std::string& help) {
     throw invalid_argument(std::string(who) + ": " + what, help);
   };
@@ -45,9 +66,17 @@ void check_common_options(const char* who, const Options& given, const bootstrap
     refuse(fmt::format("{} ranks on a node", on_node),
            fmt::format("at most {} can exchange", ep_shape::most_ranks));
   }
+  if (job.nodes > batch_counts::most_nodes) {
+    throw unsupported(fmt::format("{}: {} nodes", who, job.nodes),
+                      fmt::format("at most {} can exchange", +batch_counts::most_nodes));
+  }
   if (given.experts < 1 || given.experts % ranks != 0) {
     refuse(fmt::format("experts is {}, with {} ranks", given.experts, ranks),
            "give a multiple of the number of ranks");
+  }
+  if (given.experts > k_most_experts) {
+    refuse(fmt::format("experts is {}", given.experts),
+           fmt::format("give at most {}", k_most_experts));
   }
   if (given.top_k < 1 || given.top_k > 32) {
     refuse(fmt::format("top_k is {}", given.top_k), "give 1 to 32");
@@ -59,8 +88,9 @@ void check_common_options(const char* who, const Options& given, const bootstrap
     refuse("quantize is set for rows of bf16", "rows = payload::fp8 are quantised");
   }
   if (given.sms < 1) refuse(fmt::format("sms is {}", given.sms), "give 1 or more");
-  if (given.timeout.count() <= 0) {
-    refuse("the timeout is not positive", "give milliseconds above 0");
+  if (given.timeout.count() <= 0 || given.timeout > k_longest_timeout) {
+    refuse(fmt::format("the timeout is {} ms", given.timeout.count()),
+           fmt::format("give 1 to {} ms", std::chrono::milliseconds(k_longest_timeout).count()));
   }
 }
 

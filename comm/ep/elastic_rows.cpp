@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/ep/elastic_rows.hpp"
 
-#include "lib/support/log.hpp"
-
 #include <algorithm>
 
 namespace evmm::ep {
@@ -16,40 +14,37 @@ std::size_t rounded_up(std::size_t bytes, std::size_t granule) {
 }
 
 /// Appends `bytes` to a pool, in up to `steps` segments.
-void grow_in_steps(symmetric_heap& heap, tier kind, std::size_t bytes, int steps, pool_id pool) {
-  const std::size_t granule = heap.region().granularity();
-  const std::size_t step = rounded_up(bytes / static_cast<std::size_t>(steps), granule);
+void grow_in_steps(heap_source& from, tier kind, std::size_t bytes, int steps,
+                   const std::optional<owned_pool>& pool) {
+  const std::size_t step = rounded_up(bytes / static_cast<std::size_t>(steps), from.granularity());
   while (bytes > 0) {
     const std::size_t now = std::min(bytes, step);
-    heap.grow(kind, now, pool);
+    from.grow(kind, now, pool);
     bytes -= now;
   }
 }
 
 }  // namespace
 
-elastic_rows::elastic_rows(symmetric_heap& heap, std::size_t rows, std::size_t row_bytes,
+elastic_rows::elastic_rows(heap_source& from, std::size_t rows, std::size_t row_bytes,
                            std::size_t device_rows, int steps)
     : rows_(rows), row_bytes_(row_bytes) {
   const std::size_t bytes = rows * row_bytes;
   if (device_rows >= rows) {
-    bytes_ = {heap, bytes, nullptr, {.tiers = tier_policy::device_only, .alignment = k_alignment}};
+    bytes_ = from.make<std::byte>(bytes, k_alignment);
     return;
   }
-  pool_ = heap.create_pool();
-  const std::size_t granule = heap.region().granularity();
+  if (from.heap() != nullptr) pool_.emplace(*from.heap());
+  const std::size_t granule = from.granularity();
   const std::size_t all = rounded_up(bytes, granule);
   const std::size_t on_device = std::min(all, rounded_up(device_rows * row_bytes, granule));
-  grow_in_steps(heap, tier::device, on_device, steps, *pool_);
-  grow_in_steps(heap, tier::host, all - on_device, steps, *pool_);
-  bytes_ = {heap, bytes, nullptr, {.may_span = true, .alignment = k_alignment, .pool = *pool_}};
-}
-
-elastic_rows::~elastic_rows() {
+  grow_in_steps(from, tier::device, on_device, steps, pool_);
+  grow_in_steps(from, tier::host, all - on_device, steps, pool_);
   if (!pool_) return;
-  symmetric_heap& heap = bytes_.heap();
-  bytes_.reset();
-  log_failure("giving back the segments of an exchange's rows", [&] { heap.release_pool(*pool_); });
+  bytes_ = {*from.heap(),
+            bytes,
+            nullptr,
+            {.may_span = true, .alignment = k_alignment, .pool = pool_->id()}};
 }
 
 std::size_t elastic_rows::device_rows() const {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <evmm/comm/symmetric_buffer.hpp>
+#include "comm/ep/heap_source.hpp"
 
 #include <cstddef>
 #include <optional>
@@ -14,12 +14,10 @@ class elastic_rows {
  public:
   /// `rows` of `row_bytes`, of which `device_rows` lie on the device: all of them in the heap's own
   /// segments, or in segments of their own, `steps` in each tier, which move_border() moves.
-  elastic_rows(symmetric_heap& heap, std::size_t rows, std::size_t row_bytes,
-               std::size_t device_rows, int steps);
+  elastic_rows(heap_source& from, std::size_t rows, std::size_t row_bytes, std::size_t device_rows,
+               int steps);
   elastic_rows(const elastic_rows&) = delete;
   elastic_rows& operator=(const elastic_rows&) = delete;
-  /// Local, unlike the others: what is left to do is logged when it fails.
-  ~elastic_rows();
 
   char* local() const { return reinterpret_cast<char*>(bytes_.local()); }
   std::size_t offset() const { return bytes_.offset(); }
@@ -30,7 +28,7 @@ class elastic_rows {
 
  private:
   std::size_t rows_, row_bytes_;
-  std::optional<pool_id> pool_;
+  std::optional<owned_pool> pool_;
   symmetric_buffer<std::byte> bytes_;
 };
 

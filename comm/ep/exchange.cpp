@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "comm/collective_change.hpp"
 #include "comm/ep/common_options.hpp"
 #include "comm/ep/exchange_state.hpp"
 #include "lib/support/patience.hpp"
@@ -38,23 +39,24 @@ token_arrays exchange::state::arrays_of(const tokens& from, bool as_gradients) c
 }
 
 received exchange::state::output() const {
-  received out{.x = x->local(),
-               .scales = scales ? scales.local() : nullptr,
-               .experts = experts.local(),
-               .weights = weights.local(),
-               .tokens = tokens_of.local(),
+  const exchange_buffers& own = *buffers;
+  received out{.x = own.x->local(),
+               .scales = own.scales ? own.scales.local() : nullptr,
+               .experts = own.experts.local(),
+               .weights = own.weights.local(),
+               .tokens = own.tokens.local(),
                .rows = totals.words,
                .source_end = totals.words + 1,
                .expert_tokens = totals.words + 1 + shape.ranks,
-               .capacity = capacity};
+               .capacity = own.capacity};
   if (by_expert()) {
-    out.x = expert_x->local();
+    out.x = own.expert_x->local();
     out.scales = experts_at.scales;
     out.expert_begin = experts_at.begin;
     out.row_experts = experts_at.row_experts;
     out.row_places = experts_at.row_places;
     out.expert_rows = experts_at.expert_rows;
-    out.expert_capacity = expert_capacity;
+    out.expert_capacity = own.expert_capacity;
   }
   return out;
 }
@@ -69,9 +71,10 @@ ep_shape exchange::state::gradient_shape() const {
 }
 
 void exchange::state::see_device_rows() {
-  options.device_rows = std::min(x->device_rows(), y->device_rows());
+  options.device_rows = std::min(buffers->x->device_rows(), buffers->y->device_rows());
   if (by_expert()) {
-    options.device_expert_rows = std::min(expert_x->device_rows(), expert_y->device_rows());
+    options.device_expert_rows =
+        std::min(buffers->expert_x->device_rows(), buffers->expert_y->device_rows());
   }
 }
 
@@ -111,15 +114,10 @@ exchange::~exchange() = default;
 
 plan exchange::make_plan() {
   state& s = *state_;
-  const symmetric_request on_device{.tiers = tier_policy::device_only};
-  const auto ranks = static_cast<std::size_t>(s.shape.ranks);
-  auto made = std::make_unique<plan::state>();
-  made->masks = {s.heap, s.max_batch, nullptr, on_device};
-  made->places = {s.heap, s.max_batch * ranks, nullptr, on_device};
-  made->first = {s.heap, ranks, nullptr, on_device};
-  made->messages = {s.heap, s.messages.size(), nullptr, on_device};
-  if (s.across) made->nodes = s.across->make_plan();
-  return plan(std::move(made));
+  heap_source from(s.heap);
+  return plan(std::make_unique<plan::state>(
+      from, s.shape, s.options.max_tokens,
+      static_cast<std::size_t>(s.heap.region().ranks().node_count())));
 }
 
 received exchange::dispatch(const tokens& from, plan& to, native_stream stream) {
@@ -154,7 +152,7 @@ received exchange::dispatch_again(const tokens& from, const plan& by, native_str
 }
 
 void* exchange::combine_buffer() const {
-  return state_->by_expert() ? state_->expert_y->local() : state_->y->local();
+  return (state_->by_expert() ? state_->buffers->expert_y : state_->buffers->y)->local();
 }
 
 void exchange::combine(const plan& by, void* out, const void* bias, native_stream stream) {
@@ -187,7 +185,7 @@ received exchange::combine_backward(const tokens& sums, const plan& by, const vo
 }
 
 float* exchange::weight_gradients() const {
-  return state_->weight_gradients.local();
+  return state_->buffers->weight_gradients.local();
 }
 
 void exchange::dispatch_backward(const plan& by, void* x, const std::int64_t* topk_ids,
@@ -247,7 +245,10 @@ std::size_t exchange::adapt(double headroom) {
   if (!(headroom >= 1 && headroom <= 1000)) {
     refuse(fmt::format("adapt with a headroom of {}", headroom), "give 1 to 1,000");
   }
-  for (const native_stream stream : s.streams) s.on().synchronize(stream);
+  bootstrap& ranks = s.heap.region().ranks();
+  agree_on(ranks, "ep::exchange: adapt", [&] {
+    for (const native_stream stream : s.streams) s.on().synchronize(stream);
+  });
   struct most_rows {
     std::uint64_t received, by_expert;
   };
@@ -256,8 +257,7 @@ std::size_t exchange::adapt(double headroom) {
   };
   const most_rows mine{take(s.totals.most_rows_on_host), take(s.experts_at.most_rows_on_host)};
   most_rows all{};
-  for (const most_rows& one :
-       s.heap.region().ranks().all_gather_value(mine, "ep::exchange: adapt")) {
+  for (const most_rows& one : ranks.all_gather_value(mine, "ep::exchange: most rows")) {
     all.received = std::max(all.received, one.received);
     all.by_expert = std::max(all.by_expert, one.by_expert);
   }
@@ -267,10 +267,10 @@ std::size_t exchange::adapt(double headroom) {
                       {.streams = s.streams});
   };
   try {
-    follow(s.x, all.received);
-    follow(s.y, all.received);
-    follow(s.expert_x, all.by_expert);
-    follow(s.expert_y, all.by_expert);
+    follow(s.buffers->x, all.received);
+    follow(s.buffers->y, all.received);
+    follow(s.buffers->expert_x, all.by_expert);
+    follow(s.buffers->expert_y, all.by_expert);
   } catch (...) {
     s.see_device_rows();
     throw;
@@ -284,8 +284,9 @@ void exchange::check() {
   const std::uint64_t lost = read_signal(state_->totals.lost_on_host);
   if (lost == 0) return;
   std::string text;
-  for (int r = 0; r < state_->shape.ranks; ++r) {
-    if ((lost >> r & 1) != 0) text += fmt::format("{}{}", text.empty() ? "" : ", ", r);
+  const std::vector<rank_id>& ranks = state_->heap.region().ranks().node_ranks();
+  for (std::size_t r = 0; r < ranks.size(); ++r) {
+    if ((lost >> r & 1) != 0) text += fmt::format("{}{}", text.empty() ? "" : ", ", ranks[r].value);
   }
   throw peer_error(fmt::format("ranks {} did not come to an exchange within {} ms", text,
                                state_->options.timeout.count()),
@@ -296,10 +297,10 @@ const exchange_options& exchange::options() const noexcept {
   return state_->options;
 }
 std::size_t exchange::capacity() const noexcept {
-  return state_->capacity;
+  return state_->buffers->capacity;
 }
 std::size_t exchange::expert_capacity() const noexcept {
-  return state_->expert_capacity;
+  return state_->buffers->expert_capacity;
 }
 
 }  // namespace evmm::ep

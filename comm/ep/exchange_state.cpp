@@ -3,12 +3,15 @@
 
 #include "comm/collective_change.hpp"
 #include "comm/ep/common_options.hpp"
+#include "comm/ep/scoped_stream.hpp"
 
 #include <evmm/error.hpp>
 
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <utility>
 
 namespace evmm::ep {
 
@@ -16,8 +19,17 @@ namespace {
 
 constexpr const char* k_name = "ep::exchange";
 
-void check_options(const exchange_options& given, const bootstrap& ranks) {
-  check_common_options(k_name, given, ranks);
+/// Rows of the worst case, by source and, with all padding, by expert.
+std::size_t rows_of(const exchange_options& options, const job_shape& job) {
+  return options.max_tokens * static_cast<std::size_t>(job.ranks);
+}
+std::size_t expert_rows_of(const exchange_options& options, const job_shape& job) {
+  return rows_of(options, job) * static_cast<std::size_t>(options.top_k) +
+         static_cast<std::size_t>(options.experts / job.ranks) * (options.expert_alignment - 1);
+}
+
+void check_options(const exchange_options& given, const job_shape& job) {
+  check_common_options(k_name, given, job);
   const auto refuse = [](const std::string& what, const std::string& help) {
     throw invalid_argument(std::string(k_name) + ": " + what, help);
   };
@@ -30,6 +42,11 @@ void check_options(const exchange_options& given, const bootstrap& ranks) {
   if (given.local_sms < 0) {
     refuse(fmt::format("local_sms is {}", given.local_sms), "give 0 or more");
   }
+  if (expert_rows_of(given, job) > INT32_MAX) {
+    refuse(fmt::format("up to {} choices come to a rank: max_tokens is {}, top_k {}, of {} ranks",
+                       expert_rows_of(given, job), given.max_tokens, given.top_k, job.ranks),
+           fmt::format("at most {} have an index each: lower max_tokens", INT32_MAX));
+  }
   if (given.adapt_steps < 1 || given.adapt_steps > 16) {
     refuse(fmt::format("adapt_steps is {}", given.adapt_steps), "give 1 to 16");
   }
@@ -40,14 +57,61 @@ enum : std::size_t { k_ticket, k_lost, k_wrong, k_most_rows, k_most_expert_rows,
 
 }  // namespace
 
+plan_buffers::plan_buffers(heap_source& from, const ep_shape& shape, std::size_t max_tokens,
+                           std::size_t node_count) {
+  const auto ranks = static_cast<std::size_t>(shape.ranks);
+  // Within a node, what came from others is sent on like a rank's own.
+  const std::size_t batch = max_tokens * node_count;
+  masks = from.make<std::uint64_t>(batch);
+  places = from.make<std::int32_t>(batch * ranks);
+  first = from.make<std::int32_t>(ranks);
+  messages = from.make<std::int32_t>(ranks * static_cast<std::size_t>(shape.count_words()));
+  if (node_count > 1) nodes = rail_plan(from, max_tokens, node_count);
+}
+
+exchange_buffers::exchange_buffers(heap_source& from, const exchange_options& options,
+                                   const ep_shape& shape, const job_shape& job)
+    : capacity(rows_of(options, job)) {
+  if (job.nodes > 1) across.emplace(from, options, job);
+  const auto ranks = static_cast<std::size_t>(shape.ranks);
+  const auto words = static_cast<std::size_t>(shape.count_words());
+  const auto scale_count = static_cast<std::size_t>(shape.scale_count);
+  const std::size_t choices = capacity * static_cast<std::size_t>(options.top_k);
+  flags = from.make<std::uint64_t>(flag_kinds * ranks);
+  messages = from.make<std::int32_t>(ranks * words);
+  totals_words = from.make<std::int32_t>(1 + words);
+  experts = from.make<std::int32_t>(choices);
+  weights = from.make<float>(choices);
+  weight_gradients = from.make<float>(choices);
+  tokens = from.make<std::int32_t>(capacity);
+  if (scale_count > 0) scales = from.make<float>(capacity * scale_count);
+  const auto make_rows = [&](std::optional<elastic_rows>& rows, std::size_t count,
+                             std::size_t bytes, std::size_t on_device) {
+    rows.emplace(from, count, bytes, on_device == 0 ? count : on_device, options.adapt_steps);
+  };
+  const std::size_t y_bytes = options.hidden * sizeof(std::uint16_t);
+  make_rows(x, capacity, shape.row_bytes, options.device_rows);
+  make_rows(y, capacity, y_bytes, options.device_rows);
+  if (options.arranged != layout::by_expert) return;
+  expert_capacity = expert_rows_of(options, job);
+  expert_begin = from.make<std::int32_t>(static_cast<std::size_t>(shape.local_experts) + 1);
+  expert_rows = from.make<std::int32_t>(choices);
+  row_experts = from.make<std::int32_t>(expert_capacity);
+  row_places = from.make<std::int32_t>(expert_capacity);
+  if (scale_count > 0) expert_scales = from.make<float>(expert_capacity * scale_count);
+  make_rows(expert_x, expert_capacity, shape.row_bytes, options.device_expert_rows);
+  make_rows(expert_y, expert_capacity, y_bytes, options.device_expert_rows);
+}
+
 exchange::state::state(symmetric_heap& given, symmetric_channel* channel,
                        const exchange_options& wanted)
     : heap(given), options(wanted) {
   symmetric_region& region = heap.region();
   bootstrap& ranks = region.ranks();
-  const auto count = static_cast<int>(ranks.node_ranks().size());
+  const job_shape job = job_of(heap);
   agree_on(ranks, "ep::exchange: options", [&] {
-    check_options(options, ranks);
+    check_options(options, job);
+    check_nodes(k_name, ranks);
     if (channel == nullptr) {
       require_one_node(k_name, ranks, "give the channel that carries what crosses nodes");
     }
@@ -60,69 +124,30 @@ exchange::state::state(symmetric_heap& given, symmetric_channel* channel,
     same("local_sms", a.local_sms, b.local_sms);
   });
   shape = common_shape(options, region.view(), ranks.size());
-  // Within a node, what came from others is sent on like a rank's own.
-  auto batch = static_cast<std::size_t>(options.max_tokens);
-  if (ranks.node_count() > 1) {
-    across = std::make_unique<counted_rail>(heap, *channel, options);
-    batch *= across->nodes();
+  heap_source from(heap);
+  exchange_buffers& own = buffers.emplace(from, options, shape, job);
+  if (job.nodes > 1) {
+    across = std::make_unique<counted_rail>(heap, *channel, options, std::move(*own.across));
     shape.quantize = false;  // rows are before they cross
   }
-  max_batch = batch;
-  const int local_experts = shape.local_experts;
-  const auto top_k = static_cast<std::size_t>(options.top_k);
-  capacity = static_cast<std::size_t>(count) * max_batch;
-  if (options.device_rows == 0 || options.device_rows > capacity) options.device_rows = capacity;
-
-  const symmetric_request on_device{.tiers = tier_policy::device_only};
-  const auto words = static_cast<std::size_t>(count + local_experts);
-  flags = {heap, static_cast<std::size_t>(flag_kinds * count), nullptr, on_device};
-  messages = {heap, static_cast<std::size_t>(count) * words, nullptr, on_device};
-  totals_words = {heap, 1 + words, nullptr, on_device};
-  experts = {heap, capacity * top_k, nullptr, on_device};
-  weights = {heap, capacity * top_k, nullptr, on_device};
-  weight_gradients = {heap, capacity * top_k, nullptr, on_device};
-  tokens_of = {heap, capacity, nullptr, on_device};
-  const bool fp8 = options.rows == payload::fp8;
-  const auto scale_count = static_cast<std::size_t>(shape.scale_count);
-  if (fp8) scales = {heap, capacity * scale_count, nullptr, on_device};
-  const std::size_t y_bytes = options.hidden * sizeof(std::uint16_t);
-  x.emplace(heap, capacity, shape.row_bytes, options.device_rows, options.adapt_steps);
-  y.emplace(heap, capacity, y_bytes, options.device_rows, options.adapt_steps);
-  if (by_expert()) {
-    expert_capacity =
-        capacity * top_k + static_cast<std::size_t>(local_experts) * (options.expert_alignment - 1);
-    if (options.device_expert_rows == 0 || options.device_expert_rows > expert_capacity) {
-      options.device_expert_rows = expert_capacity;
-    }
-    expert_begin = {heap, static_cast<std::size_t>(local_experts + 1), nullptr, on_device};
-    expert_rows = {heap, capacity * top_k, nullptr, on_device};
-    row_experts = {heap, expert_capacity, nullptr, on_device};
-    row_places = {heap, expert_capacity, nullptr, on_device};
-    if (fp8) expert_scales = {heap, expert_capacity * scale_count, nullptr, on_device};
-    expert_x.emplace(heap, expert_capacity, shape.row_bytes, options.device_expert_rows,
-                     options.adapt_steps);
-    expert_y.emplace(heap, expert_capacity, y_bytes, options.device_expert_rows,
-                     options.adapt_steps);
-  }
-
   see_device_rows();
 
-  shape.flags = flags.offset();
-  shape.counts = messages.offset();
-  shape.x = x->offset();
-  shape.scales = fp8 ? scales.offset() : 0;
-  shape.experts = experts.offset();
-  shape.weights = weights.offset();
-  shape.tokens = tokens_of.offset();
-  shape.y = y->offset();
-  shape.weight_gradients = weight_gradients.offset();
+  shape.flags = own.flags.offset();
+  shape.counts = own.messages.offset();
+  shape.x = own.x->offset();
+  shape.scales = own.scales ? own.scales.offset() : 0;
+  shape.experts = own.experts.offset();
+  shape.weights = own.weights.offset();
+  shape.tokens = own.tokens.offset();
+  shape.y = own.y->offset();
+  shape.weight_gradients = own.weight_gradients.offset();
 
   agree_on(ranks, "ep::exchange: begin", [&] {
-    host.emplace(on(), k_totals * sizeof(std::uint64_t) + totals_words.bytes());
+    host.emplace(on(), k_totals * sizeof(std::uint64_t) + own.totals_words.bytes());
     const auto word = [&](std::size_t index) {
       return host->at<std::uint64_t>(index * sizeof(std::uint64_t));
     };
-    totals = {.words = totals_words.local(),
+    totals = {.words = own.totals_words.local(),
               .on_host = reinterpret_cast<std::int32_t*>(word(k_totals)),
               .ticket_on_host = word(k_ticket),
               .lost_on_host = word(k_lost),
@@ -130,29 +155,46 @@ exchange::state::state(symmetric_heap& given, symmetric_channel* channel,
               .most_rows_on_host = word(k_most_rows)};
     if (by_expert()) {
       experts_at = {
-          .rows = {.filled = totals.words, .blocks = 1, .stride = static_cast<int>(capacity)},
+          .rows = {.filled = totals.words, .blocks = 1, .stride = static_cast<int>(own.capacity)},
           .alignment = static_cast<int>(options.expert_alignment),
           .stride = 0,
-          .expert_tokens = totals.words + 1 + count,
-          .begin = expert_begin.local(),
-          .expert_rows = expert_rows.local(),
-          .row_experts = row_experts.local(),
-          .row_places = row_places.local(),
-          .x = expert_x->local(),
-          .scales = fp8 ? expert_scales.local() : nullptr,
-          .y = expert_y->local(),
-          .weight_gradients = weight_gradients.local(),
+          .expert_tokens = totals.words + 1 + shape.ranks,
+          .begin = own.expert_begin.local(),
+          .expert_rows = own.expert_rows.local(),
+          .row_experts = own.row_experts.local(),
+          .row_places = own.row_places.local(),
+          .x = own.expert_x->local(),
+          .scales = own.expert_scales ? own.expert_scales.local() : nullptr,
+          .y = own.expert_y->local(),
+          .weight_gradients = own.weight_gradients.local(),
           .most_rows_on_host = word(k_most_expert_rows)};
     }
-    const native_stream stream = on().create_stream(region.device());
-    on().fill(reinterpret_cast<address>(flags.local()), std::byte{0}, flags.bytes(), stream);
-    on().synchronize(stream);
-    on().destroy_stream(stream);
+    const scoped_stream stream(on(), region.device());
+    on().fill(reinterpret_cast<address>(own.flags.local()), std::byte{0}, own.flags.bytes(),
+              stream.get());
+    on().synchronize(stream.get());
     steps = on().info().kind == driver_kind::cuda
                 ? make_cuda_steps(region.device(), options.sms, options.local_sms,
-                                  count * local_experts)
+                                  shape.ranks * shape.local_experts)
                 : make_host_steps(on());
   });
+}
+
+heap_footprint footprint(const exchange_options& options, const job_shape& job) {
+  check_job(job);
+  check_options(options, job);
+  heap_source counted(job);
+  const exchange_buffers all(counted, options, common_shape(options, view_of(job), job.ranks), job);
+  return counted.taken();
+}
+
+heap_footprint plan_footprint(const exchange_options& options, const job_shape& job) {
+  check_job(job);
+  check_options(options, job);
+  heap_source counted(job);
+  const plan_buffers all(counted, common_shape(options, view_of(job), job.ranks),
+                         options.max_tokens, static_cast<std::size_t>(job.nodes));
+  return counted.taken();
 }
 
 }  // namespace evmm::ep

@@ -14,15 +14,40 @@
 
 namespace evmm::ep {
 
-struct plan::state {
+/// What a plan takes.
+struct plan_buffers {
+  plan_buffers(heap_source& from, const ep_shape& shape, std::size_t max_tokens,
+               std::size_t node_count);
   symmetric_buffer<std::uint64_t> masks;
   symmetric_buffer<std::int32_t> places, first, messages;
-  std::size_t count = 0;  ///< of this rank's tokens
-  int batch = 0;          ///< of what it sends on within the node: those, and what other nodes sent
   rail_plan nodes;
   plan_arrays arrays() const {
     return {masks.local(), places.local(), first.local(), messages.local()};
   }
+};
+
+struct plan::state : plan_buffers {
+  using plan_buffers::plan_buffers;
+  std::size_t count = 0;  ///< of this rank's tokens
+  int batch = 0;          ///< of what it sends on within the node: those, and what other nodes sent
+};
+
+/// What an exchange takes.
+struct exchange_buffers {
+  /// Of checked options.
+  exchange_buffers(heap_source& from, const exchange_options& options, const ep_shape& shape,
+                   const job_shape& job);
+  std::size_t capacity, expert_capacity = 0;
+  std::optional<counted_rail_buffers> across;
+  symmetric_buffer<std::uint64_t> flags;
+  symmetric_buffer<std::int32_t> messages, totals_words;
+  symmetric_buffer<float> scales, weights, weight_gradients;
+  symmetric_buffer<std::int32_t> experts, tokens;
+  std::optional<elastic_rows> x, y;
+  /// By expert only.
+  symmetric_buffer<float> expert_scales;
+  symmetric_buffer<std::int32_t> expert_begin, expert_rows, row_experts, row_places;
+  std::optional<elastic_rows> expert_x, expert_y;
 };
 
 struct exchange::state {
@@ -50,18 +75,8 @@ struct exchange::state {
 
   symmetric_heap& heap;
   exchange_options options;
+  std::optional<exchange_buffers> buffers;
   std::unique_ptr<counted_rail> across;  ///< where there are several nodes
-  std::size_t max_batch = 0;             ///< tokens that a rank sends within its node
-  std::size_t capacity = 0, expert_capacity = 0;
-  symmetric_buffer<std::uint64_t> flags;
-  symmetric_buffer<std::int32_t> messages, totals_words;
-  symmetric_buffer<float> scales, weights, weight_gradients;
-  symmetric_buffer<std::int32_t> experts, tokens_of;
-  std::optional<elastic_rows> x, y;
-  /// By expert only.
-  symmetric_buffer<float> expert_scales;
-  symmetric_buffer<std::int32_t> expert_begin, expert_rows, row_experts, row_places;
-  std::optional<elastic_rows> expert_x, expert_y;
   std::optional<pinned_words> host;
   ep_shape shape;
   ep_totals totals;

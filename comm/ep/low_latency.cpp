@@ -18,7 +18,7 @@ const char* waits_for(stage at) {
 
 low_latency_buffers& low_latency_exchange::state::set_of(const round& of, stage wanted,
                                                          const char* call) {
-  low_latency_buffers& set = sets[index_of(of)];
+  low_latency_buffers& set = memory->sets[index_of(of)];
   if (set.number != of.number_ || of.number_ == 0) {
     refuse_low_latency(fmt::format("{} of dispatch {}, whose buffers dispatch {} has by now", call,
                                    of.number_, set.number),
@@ -47,7 +47,7 @@ low_latency_exchange::round low_latency_exchange::state::issue(const tokens& fro
   made.number_ = issued + 1;
   made.count_ = from.count;
   const int index = index_of(made);
-  low_latency_buffers& set = sets[index];
+  low_latency_buffers& set = memory->sets[index];
   if (set.at == stage::sent || set.at == stage::returned) {
     refuse_low_latency(
         fmt::format("dispatch {} would take the buffers of dispatch {}, whose {} is missing",
@@ -55,7 +55,7 @@ low_latency_exchange::round low_latency_exchange::state::issue(const tokens& fro
         "two dispatches may be under way at once");
   }
   // Where it is not combined, the next one's rows tell that the peers are past it.
-  if (set.at == stage::received && sets[1 - index].at == stage::sent) {
+  if (set.at == stage::received && memory->sets[1 - index].at == stage::sent) {
     refuse_low_latency(
         fmt::format("dispatch {} would take the buffers of dispatch {}, which peers may still read",
                     made.number_, set.number),
@@ -88,7 +88,7 @@ void low_latency_exchange::state::return_sums(const round& of, const low_latency
                                               native_stream stream) {
   const int index = index_of(of);
   across->follow(stream);
-  steps->wait_combine(index, set.shape, set.slot, batch, across->sums(index), totals, false,
+  steps->wait_combine(index, set.shape, set.slot, memory->batch, across->sums(index), totals, false,
                       across->own_stream());
   across->scatter(index);
   across->mark(index);
@@ -138,7 +138,7 @@ low_latency_received low_latency_exchange::wait_dispatch(const round& of, native
 }
 
 void* low_latency_exchange::combine_buffer(const round& of) const {
-  const low_latency_buffers& set = state_->sets[state_->index_of(of)];
+  const low_latency_buffers& set = state_->memory->sets[state_->index_of(of)];
   return state_->by_expert() ? set.expert_y.local() : set.y.local();
 }
 
@@ -175,7 +175,7 @@ low_latency_received low_latency_exchange::dispatch(const tokens& from, round& o
   // By expert the kernel that arranges the rows waits for them itself.
   const bool whole = !s.by_expert() && !s.across;
   of = s.issue(from, whole, stream);
-  low_latency_buffers& set = s.sets[s.index_of(of)];
+  low_latency_buffers& set = s.memory->sets[s.index_of(of)];
   return whole ? s.output(set) : s.wait(of, set, stream);
 }
 

@@ -24,6 +24,11 @@ enum class stage { over, sent, received, returned };
 
 /// Buffers of one dispatch under way.
 struct low_latency_buffers {
+  /// All but the rest of the shape, which wire() fills in.
+  low_latency_buffers(heap_source& from, const low_latency_options& options, const ep_shape& given,
+                      int batch);
+  void wire(int batch, std::uint64_t* dead);
+
   symmetric_buffer<std::uint64_t> flags, masks;
   symmetric_buffer<std::byte> x;
   symmetric_buffer<float> scales, weights;
@@ -40,6 +45,16 @@ struct low_latency_buffers {
   expert_layout layout;
   stage at = stage::over;
   std::uint64_t number = 0;
+};
+
+/// What a low-latency exchange takes.
+struct low_latency_memory {
+  low_latency_memory(heap_source& from, const low_latency_options& options, const ep_shape& shape,
+                     const job_shape& job);
+  int batch;  ///< most tokens that a rank sends within its node
+  std::optional<fixed_rail_buffers> across;
+  symmetric_buffer<std::uint64_t> dead;
+  low_latency_buffers sets[fixed_rail::k_sets];
 };
 
 struct low_latency_exchange::state {
@@ -61,18 +76,13 @@ struct low_latency_exchange::state {
 
   symmetric_heap& heap;
   low_latency_options options;
-  int batch = 0;  ///< most tokens that a rank sends within its node
-  low_latency_buffers sets[fixed_rail::k_sets];
-  symmetric_buffer<std::uint64_t> dead;
+  std::optional<low_latency_memory> memory;
   std::optional<pinned_words> host;
   ep_totals totals;
   std::unique_ptr<low_latency_steps> steps;
   std::unique_ptr<fixed_rail> across;     ///< where there are several nodes
   std::unique_ptr<ep_steps> local_steps;  ///< by expert: sums before they are sent
   std::uint64_t issued = 0;
-
- private:
-  void take_buffers(low_latency_buffers& set);
 };
 
 }  // namespace evmm::ep

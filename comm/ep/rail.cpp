@@ -1,91 +1,86 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/ep/rail.hpp"
 
+#include "comm/collective_change.hpp"
+#include "comm/ep/scoped_stream.hpp"
+
 #include <evmm/error.hpp>
 
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace evmm::ep {
 
-rail::rail(symmetric_heap& heap, symmetric_channel& channel, const rail_options& options)
-    : heap_(heap), channel_(channel), options_(options) {
-  symmetric_region& region = heap.region();
-  bootstrap& ranks = region.ranks();
-  // Nodes are told apart by their first rank.
-  struct place {
-    int first, index, ranks;
+token_record rail_options::record(bool as_gradients) const {
+  const bool fp8 = rows == payload::fp8 && !as_gradients;
+  return {.row_bytes = static_cast<std::uint32_t>(hidden * (fp8 ? 1 : 2)),
+          .scale_count = fp8 ? static_cast<int>(hidden / 128) : 0,
+          .top_k = top_k};
+}
+
+void check_nodes(const char* who, const bootstrap& ranks) {
+  const std::vector<int>& nodes = ranks.nodes();
+  const auto ranks_beside = [&](std::size_t r) {
+    return std::count(nodes.begin(), nodes.end(), nodes[r]);
   };
-  const place mine{ranks.node_ranks().front().value, ranks.node_rank(),
-                   static_cast<int>(ranks.node_ranks().size())};
-  const auto all = ranks.all_gather_value(mine, fmt::format("{}: nodes", options.who));
-  std::vector<int> firsts;
-  for (std::size_t r = 0; r < all.size(); ++r) {
-    if (all[r].index == 0) firsts.push_back(all[r].first);
-    if (all[r].ranks == all[0].ranks) continue;
+  for (std::size_t r = 1; r < nodes.size(); ++r) {
+    if (ranks_beside(r) == ranks_beside(0)) continue;
     throw unsupported(fmt::format("{}: the node of rank 0 has {} ranks, that of rank {} has {}",
-                                  options.who, all[0].ranks, r, all[r].ranks),
+                                  who, ranks_beside(0), r, ranks_beside(r)),
                       "start as many ranks on every node");
   }
-  std::sort(firsts.begin(), firsts.end());
-  if (firsts.size() > static_cast<std::size_t>(batch_counts::most_nodes)) {
-    throw unsupported(fmt::format("{}: {} nodes", options.who, firsts.size()),
-                      fmt::format("at most {} can exchange", +batch_counts::most_nodes));
+}
+
+rail_buffers::rail_buffers(heap_source& from, const rail_options& options, std::size_t nodes,
+                           bool for_gradients) {
+  const std::size_t rows = nodes * options.max_tokens;
+  const std::size_t choices = rows * static_cast<std::size_t>(options.top_k);
+  const token_record token = options.record();
+  const token_record gradient = options.record(for_gradients);
+  const std::size_t bytes = rows * std::max(token.bytes(), gradient.bytes());
+  outgoing = make_rail_buffer<std::byte>(from, bytes);
+  incoming = make_rail_buffer<std::byte>(from, bytes);
+  x = make_rail_buffer<std::byte>(from, rows * std::max(token.row_bytes, gradient.row_bytes));
+  if (token.scale_count > 0) {
+    scales = make_rail_buffer<float>(from, rows * static_cast<std::size_t>(token.scale_count));
   }
-  const auto node_of = [&](const place& one) {
-    return static_cast<std::int32_t>(std::lower_bound(firsts.begin(), firsts.end(), one.first) -
-                                     firsts.begin());
-  };
-  peers_.resize(firsts.size());
-  std::vector<std::int32_t> arrays(2 * all.size());
-  for (std::size_t r = 0; r < all.size(); ++r) {
-    arrays[r] = node_of(all[r]);
-    arrays[all.size() + r] = all[r].index;
-    if (all[r].index != mine.index) continue;
-    peers_[static_cast<std::size_t>(arrays[r])] = rank_id{static_cast<int>(r)};
+  ids = make_rail_buffer<std::int64_t>(from, choices);
+  weights = make_rail_buffer<float>(from, choices);
+  sums = make_rail_buffer<std::uint16_t>(from, rows * options.hidden);
+  returns = make_rail_buffer<std::uint16_t>(from, rows * options.hidden);
+}
+
+rail::rail(symmetric_heap& heap, symmetric_channel& channel, const rail_options& options,
+           symmetric_buffer<std::int32_t> rank_map)
+    : heap_(heap), channel_(channel), options_(options), rank_map_(std::move(rank_map)) {
+  symmetric_region& region = heap.region();
+  bootstrap& ranks = region.ranks();
+  const std::vector<int>& nodes = ranks.nodes();
+  peers_.resize(static_cast<std::size_t>(ranks.node_count()));
+  std::vector<std::int32_t> ranks_so_far(peers_.size());
+  std::vector<std::int32_t> arrays(nodes.begin(), nodes.end());
+  for (std::size_t r = 0; r < nodes.size(); ++r) {
+    const auto node = static_cast<std::size_t>(nodes[r]);
+    const std::int32_t index = ranks_so_far[node]++;
+    arrays.push_back(index);
+    if (index == ranks.node_rank()) peers_[node] = rank_id{static_cast<int>(r)};
   }
-  ranks_ = make<std::int32_t>(arrays.size());
-  map_ = {.node = node_of(mine),
-          .nodes = static_cast<int>(firsts.size()),
+  map_ = {.node = ranks.node(),
+          .nodes = ranks.node_count(),
           .experts_a_rank = options.experts / ranks.size(),
           .experts = options.experts,
-          .node_of = ranks_.local(),
-          .index_in = ranks_.local() + all.size()};
-  const native_stream stream = on().create_stream(region.device());
-  on().copy(reinterpret_cast<address>(ranks_.local()), reinterpret_cast<address>(arrays.data()),
-            ranks_.bytes(), stream);
-  on().synchronize(stream);
-  on().destroy_stream(stream);
-  steps_ = on().info().kind == driver_kind::cuda ? make_cuda_rail_steps(region.device())
-                                                 : make_host_rail_steps(on());
-}
-
-token_record rail::record(bool as_gradients) const {
-  const bool fp8 = options_.rows == payload::fp8 && !as_gradients;
-  return {.row_bytes = static_cast<std::uint32_t>(options_.hidden * (fp8 ? 1 : 2)),
-          .scale_count = fp8 ? static_cast<int>(options_.hidden / 128) : 0,
-          .top_k = options_.top_k};
-}
-
-rail_buffers rail::make_buffers(bool for_gradients) const {
-  const std::size_t rows = nodes() * options_.max_tokens;
-  const std::size_t choices = rows * static_cast<std::size_t>(options_.top_k);
-  const token_record token = record();
-  const token_record gradient = record(for_gradients);
-  const std::size_t bytes = rows * std::max(token.bytes(), gradient.bytes());
-  rail_buffers made;
-  made.outgoing = make<std::byte>(bytes);
-  made.incoming = make<std::byte>(bytes);
-  made.x = make<std::byte>(rows * std::max(token.row_bytes, gradient.row_bytes));
-  if (token.scale_count > 0) {
-    made.scales = make<float>(rows * static_cast<std::size_t>(token.scale_count));
-  }
-  made.ids = make<std::int64_t>(choices);
-  made.weights = make<float>(choices);
-  made.sums = make<std::uint16_t>(rows * options_.hidden);
-  made.returns = make<std::uint16_t>(rows * options_.hidden);
-  return made;
+          .node_of = rank_map_.local(),
+          .index_in = rank_map_.local() + nodes.size()};
+  agree_on(ranks, fmt::format("{}: rail", options.who), [&] {
+    const scoped_stream stream(on(), region.device());
+    on().copy(reinterpret_cast<address>(rank_map_.local()),
+              reinterpret_cast<address>(arrays.data()), rank_map_.bytes(), stream.get());
+    on().synchronize(stream.get());
+    steps_ = on().info().kind == driver_kind::cuda ? make_cuda_rail_steps(region.device())
+                                                   : make_host_rail_steps(on());
+  });
 }
 
 token_arrays rail::prepare(const token_arrays& given, const token_batch& own,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include "comm/ep/heap_source.hpp"
 #include "comm/ep/rail_steps.hpp"
 
 #include <evmm/comm/symmetric_buffer.hpp>
@@ -22,6 +23,7 @@ struct rail_options {
   payload rows = payload::bf16;
   bool quantize = false;
   std::size_t max_tokens = 0;
+  token_record record(bool as_gradients = false) const;
 };
 template <class Options>
 rail_options rail_options_of(const char* who, const Options& options) {
@@ -41,8 +43,28 @@ struct rail_block {
   std::size_t came = 0;
 };
 
+/// Throws unsupported, the same on every rank, for nodes that a rail cannot join.
+void check_nodes(const char* who, const bootstrap& ranks);
+
+/// A buffer of what crosses nodes, or of what the steps need for that.
+template <class T>
+symmetric_buffer<T> make_rail_buffer(heap_source& from, std::size_t count) {
+  return from.make<T>(count, 4096);
+}
+/// Which record of each node's block a token is: [max_tokens][nodes].
+inline symmetric_buffer<std::int32_t> make_places(heap_source& from, std::size_t max_tokens,
+                                                  std::size_t nodes) {
+  return make_rail_buffer<std::int32_t>(from, max_tokens * nodes);
+}
+/// node_map::node_of, then index_in.
+inline symmetric_buffer<std::int32_t> make_rank_map(heap_source& from, int ranks) {
+  return make_rail_buffer<std::int32_t>(from, 2 * static_cast<std::size_t>(ranks));
+}
+
 /// Memory of tokens on their way: [nodes][max_tokens] of each.
 struct rail_buffers {
+  rail_buffers(heap_source& from, const rail_options& options, std::size_t nodes,
+               bool for_gradients);
   symmetric_buffer<std::byte> outgoing, incoming;  ///< records
   // The batch, what the node makes of it, and what comes back.
   symmetric_buffer<std::byte> x;
@@ -65,8 +87,9 @@ struct rail_buffers {
 /// counted_rail and fixed_rail say how.
 class rail {
  public:
-  /// Collective. Throws unsupported when the nodes have different numbers of ranks.
-  rail(symmetric_heap& heap, symmetric_channel& channel, const rail_options& options);
+  /// Collective, after check_nodes().
+  rail(symmetric_heap& heap, symmetric_channel& channel, const rail_options& options,
+       symmetric_buffer<std::int32_t> rank_map);
 
   const rail_options& options() const { return options_; }
   const node_map& map() const { return map_; }
@@ -76,20 +99,10 @@ class rail {
   symmetric_channel& channel() const { return channel_; }
   driver& on() const { return heap_.region().on(); }
   rail_steps& steps() const { return *steps_; }
-  token_record record(bool as_gradients = false) const;
   record_blocks blocks(const symmetric_buffer<std::byte>& at, const token_record& record) const {
     return {reinterpret_cast<char*>(at.local()), record, static_cast<int>(options_.max_tokens)};
   }
   std::size_t sum_bytes() const { return options_.hidden * sizeof(std::uint16_t); }
-
-  template <class T>
-  symmetric_buffer<T> make(std::size_t count) const {
-    return {heap_, count, nullptr, {.tiers = tier_policy::device_only, .alignment = 4096}};
-  }
-  rail_buffers make_buffers(bool for_gradients) const;
-  symmetric_buffer<std::int32_t> make_places() const {
-    return make<std::int32_t>(options_.max_tokens * nodes());
-  }
 
   /// The tokens as they cross. Those that are to be quantised are first, into `own`: half as much
   /// crosses.
@@ -106,7 +119,7 @@ class rail {
   rail_options options_;
   node_map map_;
   std::vector<rank_id> peers_;  ///< by node
-  symmetric_buffer<std::int32_t> ranks_;
+  symmetric_buffer<std::int32_t> rank_map_;
   std::unique_ptr<rail_steps> steps_;
 };
 

@@ -115,7 +115,8 @@ std::size_t heap_blocks::shortfall(pool_id pool, std::optional<tier> kind, std::
     if (at->second.live() || in.pool != pool || (kind && in.kind != *kind)) break;
     from = at->first;
   }
-  return round_up(from, alignment) + bytes - size();
+  const std::size_t end = round_up(from, alignment) + bytes;
+  return end - std::min(end, size());
 }
 
 heap_block& heap_blocks::take(std::size_t at, std::size_t bytes) {

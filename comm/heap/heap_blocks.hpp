@@ -6,6 +6,7 @@
 
 #include <evmm/comm/symmetric_heap.hpp>
 
+#include <algorithm>
 #include <cstddef>
 #include <map>
 #include <optional>
@@ -37,6 +38,10 @@ struct heap_block : block {
 class heap_blocks {
  public:
   static constexpr std::size_t granule = 512;
+  /// What a request takes.
+  static constexpr std::size_t block_bytes(std::size_t requested) {
+    return (std::max<std::size_t>(requested, 1) + granule - 1) / granule * granule;
+  }
 
   // --- memory ---------------------------------------------------------------------------------
 

@@ -54,6 +54,15 @@ std::size_t symmetric_heap::state::segment_bytes(tier kind) const {
   return bytes;
 }
 
+std::size_t symmetric_heap::state::bytes_to_move(
+    tier kind, const std::function<bool(const heap_segment&)>& among) const {
+  std::size_t bytes = 0;
+  for (const heap_segment& segment : blocks.segments()) {
+    if (segment.kind != kind && among(segment)) bytes += segment.bytes;
+  }
+  return bytes;
+}
+
 void symmetric_heap::state::set_segments(std::vector<heap_segment> segments) {
   blocks.set_segments(std::move(segments));
   segment_count.add(static_cast<std::int64_t>(blocks.segments().size()) - segment_count.current);
@@ -97,6 +106,19 @@ std::vector<heap_status> symmetric_heap::state::meet(std::string_view step) {
   return all;
 }
 
+void symmetric_heap::state::require_room(tier kind, std::size_t bytes,
+                                         const std::vector<heap_status>& ranks_now) const {
+  const std::size_t rank = tightest(ranks_now, kind);
+  const std::size_t room = room_of(ranks_now, kind);
+  if (bytes <= room) return;
+  const bool device = kind == tier::device;
+  throw out_of_memory(
+      fmt::format("cannot take {} more of {} for the symmetric heap: rank {} may take {}",
+                  format_bytes(bytes), to_string(kind), rank, format_bytes(room)),
+      device ? "migrate what is cold to the host tier, free device memory, or raise device_limit"
+             : "trim what is free, or raise host_limit");
+}
+
 // --- growing ---------------------------------------------------------------------------------
 
 grown symmetric_heap::state::grow(tier kind, std::size_t bytes, pool_id pool) {
@@ -122,8 +144,8 @@ bool symmetric_heap::state::try_grow(tier kind, std::size_t least, std::size_t b
   const std::size_t granule = region.granularity();
   const std::size_t room =
       std::min(room_of(ranks_now, kind), region.reserved() - region.size()) / granule * granule;
-  least = round_up(least, granule);
   if (least > room || region.segments(region.rank()).size() >= region.max_segments()) return false;
+  least = round_up(least, granule);  // no more than the room
   for (const std::size_t bytes : {std::min(std::max(least, best), room), least}) {
     if (region.planned_growth(bytes) > room) continue;
     try {
@@ -155,7 +177,8 @@ std::optional<std::size_t> symmetric_heap::state::grow_spanning(
   };
   try {
     if (first > 0) try_grow(order[0], first, first, request.pool, ranks_now);
-    if (!try_grow(order[1], missing(), missing(), request.pool, ranks_now)) {
+    if (const std::size_t rest = missing();
+        rest > 0 && !try_grow(order[1], rest, rest, request.pool, ranks_now)) {
       give_back();
       return std::nullopt;
     }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a heap tells about itself.
+#include "comm/collective_change.hpp"
 #include "comm/heap/symmetric_heap_state.hpp"
 #include "lib/support/format.hpp"
 
@@ -15,7 +16,9 @@ heap_report symmetric_heap::report() {
   state& s = *state_;
   s.check_open();
   const region_statistics held = s.region.statistics();
-  const memory_usage device = s.region.on().usage(memory_location::on(s.region.device()));
+  memory_usage device;
+  agree_on(s.region.ranks(), "symmetric_heap: report",
+           [&] { device = s.region.on().usage(memory_location::on(s.region.device())); });
   heap_report all{
       .allocated_bytes = static_cast<std::size_t>(s.account.allocated_bytes(size_class::small) +
                                                   s.account.allocated_bytes(size_class::large)),
@@ -123,7 +126,8 @@ allocator_snapshot symmetric_heap::snapshot(bool traces) const {
       made.blocks.push_back({.at = base + from, .bytes = to - from});
       if (!block.live()) continue;
       made.blocks.back().state = block_state::active_allocated;
-      made.blocks.back().requested_bytes = std::min(block.requested, to - from);
+      const std::size_t wanted = std::min(offset + block.requested, to);
+      made.blocks.back().requested_bytes = wanted - std::min(wanted, from);
       made.allocated_bytes += to - from;
       made.active_bytes += to - from;
       made.requested_bytes += made.blocks.back().requested_bytes;

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <iterator>
 #include <limits>
 #include <mutex>
 #include <utility>
@@ -129,7 +130,7 @@ std::size_t symmetric_heap::state::allocate(std::size_t bytes, native_stream str
                            "allocate before the capture: the address stays as long as the buffer");
   }
   settle_captured();
-  const std::size_t size = round_up(std::max<std::size_t>(bytes, 1), heap_blocks::granule);
+  const std::size_t size = heap_blocks::block_bytes(bytes);
   calls.begin({.call = heap_call::allocate,
                .tiers = static_cast<std::uint8_t>(request.tiers),
                .flag = request.may_span,
@@ -174,8 +175,9 @@ void symmetric_heap::state::free(std::size_t offset) {
   note(trace_action::free_requested, offset, block.bytes, block.stream,
        blocks.segments()[blocks.segment_at(offset)].pool);
   captured.push_back(offset);
-  settle_captured();
+  // The call is made, whatever comes: where an event cannot be recorded, the next call tries again.
   finish(0);
+  settle_captured();
 }
 
 void symmetric_heap::state::settle_captured() {
@@ -312,7 +314,8 @@ grown symmetric_heap::grow(tier kind, std::size_t bytes, pool_id pool) {
                  .tiers = static_cast<std::uint8_t>(kind),
                  .pool = number(pool),
                  .first = bytes});
-  s.meet("symmetric_heap: grow");
+  const auto ranks_now = s.meet("symmetric_heap: grow");
+  s.require_room(kind, s.region.planned_growth(bytes), ranks_now);
   const grown added = s.grow(kind, bytes, pool);
   s.finish(added.bytes);
   return added;
@@ -347,7 +350,11 @@ std::size_t symmetric_heap::migrate(std::size_t offset, std::size_t bytes, tier 
                  .tiers = static_cast<std::uint8_t>(kind),
                  .first = offset,
                  .second = bytes});
-  s.meet("symmetric_heap: migrate");
+  const auto touched = [&](const heap_segment& of) {
+    return of.offset < offset + bytes && of.end() > offset;
+  };
+  const auto ranks_now = s.meet("symmetric_heap: migrate");
+  s.require_room(kind, s.bytes_to_move(kind, touched), ranks_now);
   const std::size_t moved = s.migrate(offset, offset + bytes, kind, in_use);
   s.finish(moved);
   return moved;
@@ -360,10 +367,17 @@ std::size_t symmetric_heap::migrate(pool_id pool, tier kind, const uses& in_use)
   s.calls.begin({.call = heap_call::migrate_pool,
                  .tiers = static_cast<std::uint8_t>(kind),
                  .pool = number(pool)});
-  s.meet("symmetric_heap: migrate");
+  const auto belongs = [&](const heap_segment& of) { return of.pool == pool; };
+  const auto ranks_now = s.meet("symmetric_heap: migrate");
+  s.require_room(kind, s.bytes_to_move(kind, belongs), ranks_now);
   std::size_t moved = 0;
-  for (const heap_segment& segment : std::vector(s.blocks.segments())) {
-    if (segment.pool == pool) moved += s.migrate(segment.offset, segment.end(), kind, in_use);
+  // Run by run: an allocation may lie in several segments.
+  const std::vector<heap_segment> segments = s.blocks.segments();
+  for (auto end = segments.begin(); end != segments.end();) {
+    const auto first = std::find_if(end, segments.end(), belongs);
+    end = std::find_if_not(first, segments.end(), belongs);
+    if (first == end) continue;
+    moved += s.migrate(first->offset, std::prev(end)->end(), kind, in_use);
   }
   s.finish(moved);
   return moved;

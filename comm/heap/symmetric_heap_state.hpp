@@ -54,6 +54,8 @@ struct symmetric_heap::state {
 
   /// Gathers, and compares the calls. Collective.
   std::vector<heap_status> meet(std::string_view step);
+  /// Throws out_of_memory, the same on every rank, when a tier has not so much room.
+  void require_room(tier kind, std::size_t bytes, const std::vector<heap_status>& ranks_now) const;
   /// Grows by what ranks asked for, as far as there is room; whether anything grew. Collective.
   bool serve_requests(const std::vector<heap_status>& ranks_now);
 
@@ -84,6 +86,8 @@ struct symmetric_heap::state {
   void adopt_segments(pool_id pool);
   void set_segments(std::vector<heap_segment> segments);
   std::size_t segment_bytes(tier kind) const;
+  /// Bytes of the segments `among` which lie in the other tier than `kind`.
+  std::size_t bytes_to_move(tier kind, const std::function<bool(const heap_segment&)>& among) const;
   void note(trace_action action, std::size_t offset, std::size_t bytes, native_stream stream,
             pool_id pool);
   size_class class_of(std::size_t bytes) const noexcept {

@@ -31,7 +31,7 @@ std::optional<early_exit> parse_options(int argc, const char* const* argv, optio
       ->capture_default_str();
   app.add_option("--experts", into.shape.experts,
                  "Experts in all, a multiple of the number of ranks; 0: 8 a rank")
-      ->check(CLI::Range(0, 65536))
+      ->check(CLI::Range(0, 16384))
       ->capture_default_str();
   app.add_option("--top-k", into.shape.top_k, "Experts a token")
       ->check(CLI::Range(1, 32))

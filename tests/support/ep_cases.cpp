@@ -7,6 +7,7 @@
 
 #include <evmm/comm/symmetric_buffer.hpp>
 #include <evmm/ep/exchange.hpp>
+#include <evmm/ep/low_latency.hpp>
 #include <evmm/error.hpp>
 #include <evmm/units.hpp>
 
@@ -16,6 +17,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <optional>
 #include <random>
 #include <string>
 #include <thread>
@@ -271,6 +273,12 @@ void wrong_exchanges_are_refused(const rank_context& at) {
   bad.quantize = true;
   refused(bad, "quantize is set for rows of bf16");
   bad = good;
+  bad.timeout = std::chrono::milliseconds::max();
+  refused(bad, "the timeout is 9223372036854775807 ms");
+  bad = good;
+  bad.experts = at.ranks->size() * 32768;
+  refused(bad, "experts is " + std::to_string(bad.experts));
+  bad = good;
   bad.expert_alignment = 0;
   refused(bad, "expert_alignment is 0");
   if (at.ranks->size() > 1) {
@@ -296,6 +304,96 @@ void wrong_exchanges_are_refused(const rank_context& at) {
   EXPECT_THAT(thrown_by([&] { mine.exchange().dispatch(tokens, mine.plan(), mine.stream()); }),
               HasSubstr("topk_ids is null"));
   mine.exchange().check();
+}
+
+/// What is taken of a heap now: blocks, and segments of pools.
+ep::heap_footprint taken_of(const symmetric_heap& heap) {
+  ep::heap_footprint taken;
+  for (const segment_snapshot& segment : heap.snapshot().segments) {
+    (segment.where == tier::device ? taken.device_bytes : taken.host_bytes) +=
+        segment.pool == pool_number{} ? segment.allocated_bytes : segment.total_bytes;
+  }
+  return taken;
+}
+std::string text_of(const ep::heap_footprint& of) {
+  return std::to_string(of.device_bytes) + " on the device, " + std::to_string(of.host_bytes) +
+         " on the host";
+}
+
+void what_is_taken_can_be_told_before(const rank_context& at) {
+  symmetric_heap heap(at.make({.reserve = 1_GiB, .max_segments = 64}));
+  std::optional<symmetric_channel> across;
+  if (at.ranks->node_count() > 1) across.emplace(heap.region());
+  const ep::job_shape job{.ranks = at.ranks->size(),
+                          .nodes = at.ranks->node_count(),
+                          .granularity = heap.region().granularity()};
+  const auto add = [](const ep::heap_footprint& a, const ep::heap_footprint& b) {
+    return ep::heap_footprint{a.device_bytes + b.device_bytes, a.host_bytes + b.host_bytes};
+  };
+  const ep::heap_footprint base = taken_of(heap);  // the channel's
+  std::mt19937_64 random(3);
+  for (int round = 0; round < 8; ++round) {
+    const bool scaled = random() % 2 == 0;
+    const ep::exchange_options options{
+        .experts = job.ranks * static_cast<int>(1 + random() % 3),
+        .top_k = 1 + static_cast<int>(random() % 5),
+        .hidden = 128 * (1 + random() % 20),
+        .rows = scaled ? ep::payload::fp8 : ep::payload::bf16,
+        .quantize = scaled && random() % 2 == 0,
+        .arranged = random() % 2 == 0 ? ep::layout::by_source : ep::layout::by_expert,
+        .expert_alignment = 1 + random() % 70,
+        .max_tokens = 1 + random() % 300,
+        .device_rows = random() % 2 * 77,
+        .device_expert_rows = random() % 2 * 99,
+        .adapt_steps = 1 + static_cast<int>(random() % 2),
+        .sms = 1};
+    {
+      std::optional<ep::exchange> made;
+      across ? made.emplace(heap, *across, options) : made.emplace(heap, options);
+      auto expected = add(base, ep::footprint(options, job));
+      EXPECT_EQ(text_of(taken_of(heap)), text_of(expected));
+      const ep::plan plan = made->make_plan();
+      expected = add(expected, ep::plan_footprint(options, job));
+      EXPECT_EQ(text_of(taken_of(heap)), text_of(expected));
+    }
+    const ep::low_latency_options few{.experts = options.experts,
+                                      .top_k = options.top_k,
+                                      .hidden = options.hidden,
+                                      .rows = options.rows,
+                                      .quantize = options.quantize,
+                                      .arranged = options.arranged,
+                                      .max_tokens = 1 + random() % 40,
+                                      .sms = 1};
+    {
+      std::optional<ep::low_latency_exchange> made;
+      across ? made.emplace(heap, *across, few) : made.emplace(heap, few);
+      EXPECT_EQ(text_of(taken_of(heap)), text_of(add(base, ep::footprint(few, job))));
+    }
+    EXPECT_EQ(text_of(taken_of(heap)), text_of(base));
+    heap.trim();
+  }
+  if (across) across->close();
+  heap.close();
+}
+
+void what_does_not_fit_leaves_no_segments_behind(const rank_context& at) {
+  symmetric_heap heap(at.make({.reserve = 256_MiB, .max_segments = 64}),
+                      {.growth_step = 2_MiB, .device_limit = 64_MiB, .host_limit = 2_MiB});
+  if (at.ranks->node_count() > 1) return;
+  const auto said = thrown_by_all(*at.ranks, [&] {
+    ep::exchange(heap, {.experts = at.ranks->size(),
+                        .top_k = 1,
+                        .hidden = 4096,
+                        .max_tokens = 1024,
+                        .device_rows = 512,
+                        .sms = 1});
+  });
+  EXPECT_THAT(said, HasSubstr("host_limit"));
+  EXPECT_EQ(heap.report().allocated_bytes, 0u);
+  const std::size_t size = heap.region().size();
+  (void)heap.allocate(4_MiB, nullptr, {.tiers = tier_policy::device_only});
+  EXPECT_EQ(heap.region().size(), size) << "what was taken is there for others";
+  heap.close();
 }
 
 void random_exchanges_are_exact(const rank_context& at) {
@@ -356,6 +454,8 @@ const std::vector<symmetric_case>& ep_cases() {
       EVMM_CASE(what_exceeds_the_expected_load_lies_in_host_memory),
       EVMM_CASE(a_plan_sends_other_rows_by_the_same_routing),
       EVMM_CASE(wrong_exchanges_are_refused),
+      EVMM_CASE(what_is_taken_can_be_told_before),
+      EVMM_CASE(what_does_not_fit_leaves_no_segments_behind),
       EVMM_CASE(random_exchanges_are_exact),
   };
 #undef EVMM_CASE

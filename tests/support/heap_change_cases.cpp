@@ -35,6 +35,9 @@ void any_rank_may_ask_for_growth(const rank_context& at) {
   if (last) heap.request_growth(tier::device, 20 * g);
   heap.verify();
   EXPECT_EQ(heap.region().size(), 2 * g) << "no room, and no error";
+  if (last) heap.request_growth(tier::device, static_cast<std::size_t>(-1));
+  heap.verify();
+  EXPECT_EQ(heap.region().size(), 2 * g) << "nor is there for all that can be asked for";
   const grown more = heap.grow(tier::host, g);
   EXPECT_EQ(more.offset, 2 * g);
   heap.check_invariants();
@@ -83,6 +86,44 @@ void cold_ranges_move_and_come_back(const rank_context& at) {
   EXPECT_EQ(heap.migrate(0, 3 * g, tier::host), 2 * g) << "asked for the whole of it";
   EXPECT_EQ(heap.migrate(0, 3 * g, tier::device), 3 * g);
   for (const std::size_t block : blocks) expect_seen_by_all(at, heap, block, g);
+  heap.check_invariants();
+  heap.close();
+}
+
+void a_pool_moves_with_what_lies_in_several_of_its_segments(const rank_context& at) {
+  const std::size_t g = at.granule();
+  symmetric_heap heap(at.make(), {.growth_step = g});
+  const pool_id pool = heap.create_pool();
+  heap.grow(tier::device, g, pool);
+  heap.grow(tier::device, g, pool);
+  const std::size_t both =
+      heap.allocate(2 * g, nullptr, {.tiers = tier_policy::device_only, .pool = pool});
+  heap.grow(tier::device, g);
+  heap.grow(tier::device, g, pool);
+  write(at, heap, both, 2 * g);
+  EXPECT_EQ(heap.migrate(pool, tier::host), 3 * g);
+  EXPECT_EQ(tier_at(heap, both + g), tier::host);
+  EXPECT_EQ(tier_at(heap, 2 * g), tier::device) << "another pool's";
+  expect_seen_by_all(at, heap, both, 2 * g);
+  heap.check_invariants();
+  heap.close();
+}
+
+void changes_keep_to_the_limits(const rank_context& at) {
+  const std::size_t g = at.granule();
+  const std::size_t least = at.ranks->rank().value == at.ranks->size() - 1 ? 2 * g : 3 * g;
+  symmetric_heap heap(at.make(), {.device_limit = least, .host_limit = 2 * g});
+  for (const tier kind : {tier::device, tier::host, tier::host}) heap.grow(kind, g);
+  const std::string rank = std::to_string(at.ranks->size() - 1);
+  auto said = thrown_by_all(*at.ranks, [&] { heap.grow(tier::device, 2 * g); });
+  EXPECT_THAT(said, HasSubstr("out_of_memory: cannot take 4.0 MiB more of DEVICE"));
+  EXPECT_THAT(said, HasSubstr("rank " + rank + " may take 2.0 MiB"));
+  EXPECT_THAT(said, HasSubstr("device_limit"));
+  EXPECT_THAT(thrown_by_all(*at.ranks, [&] { heap.grow(tier::host, g); }), HasSubstr("host_limit"));
+  said = thrown_by_all(*at.ranks, [&] { heap.migrate(0, 3 * g, tier::device); });
+  EXPECT_THAT(said, HasSubstr("cannot take 4.0 MiB more of DEVICE"));
+  EXPECT_EQ(heap.migrate(g, g, tier::device), g);
+  EXPECT_EQ(heap.migrate(0, 2 * g, tier::device), 0u);
   heap.check_invariants();
   heap.close();
 }
@@ -194,6 +235,8 @@ const std::vector<symmetric_case>& heap_change_cases() {
       EVMM_CASE(any_rank_may_ask_for_growth),
       EVMM_CASE(trim_gives_back_free_segments_at_the_end),
       EVMM_CASE(cold_ranges_move_and_come_back),
+      EVMM_CASE(a_pool_moves_with_what_lies_in_several_of_its_segments),
+      EVMM_CASE(changes_keep_to_the_limits),
       EVMM_CASE(compaction_keeps_blocks_and_makes_few_segments),
       EVMM_CASE(a_region_that_is_backed_already_is_used),
       EVMM_CASE(the_first_call_that_differs_is_named),

@@ -172,6 +172,39 @@ TEST_P(heap_faults, a_call_that_fails_on_one_rank_fails_on_all_and_the_heap_goes
 }
 INSTANTIATE_TEST_SUITE_P(ranks, heap_faults, ::testing::Values(1, 2));
 
+TEST(symmetric_heap, a_report_that_fails_on_one_rank_fails_on_all) {
+  run_threads(2, [](const rank_context& outer) {
+    rank_context at = outer;
+    const auto faulty = fault_driver::make(outer.on);
+    at.on = faulty;
+    symmetric_heap heap(at.make());
+    if (at.ranks->rank() == rank_id{1}) faulty->fail_call(driver_call::usage, 0);
+    EXPECT_THAT(thrown_by_all(*at.ranks, [&] { (void)heap.report(); }), HasSubstr("rank 1: usage"));
+    EXPECT_EQ(heap.report().ranks.size(), 2u);
+    heap.close();
+  });
+}
+
+TEST(symmetric_heap, a_free_that_fails_on_one_rank_leaves_it_in_step) {
+  run_threads(2, [](const rank_context& outer) {
+    rank_context at = outer;
+    const auto faulty = fault_driver::make(outer.on);
+    at.on = faulty;
+    const bool me = at.ranks->rank() == rank_id{1};
+    symmetric_heap heap(at.make());
+    const std::size_t first = heap.allocate(4096);
+    (void)heap.allocate(4096);
+    if (me) faulty->fail_call(driver_call::record, 0);
+    EXPECT_EQ(thrown_by([&] { heap.free(first); }).empty(), !me);
+    heap.verify();
+    EXPECT_THAT(thrown_by([&] { heap.free(first); }), HasSubstr("cannot free offset 0"));
+    EXPECT_EQ(heap.allocate(4096), first) << "it is free all the same";
+    heap.verify();
+    heap.check_invariants();
+    heap.close();
+  });
+}
+
 TEST(symmetric_heap, a_rank_that_does_not_come_is_named) {
   const auto bootstraps = make_thread_bootstraps(3);
   for (const auto& one : bootstraps) one->set_timeout(std::chrono::milliseconds(300));

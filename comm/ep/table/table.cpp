@@ -54,13 +54,13 @@ void table::state::refuse_capture(native_stream stream) const {
 void table::state::begin_gather(native_stream stream) {
   const capture_info capture = on().capture(stream);
   last_gather& last = capture.status == capture_status::none ? eager : captured;
-  if (last.recorded && last.capture == capture.id) on().wait(stream, last.event);
+  if (last.recorded && last.capture == capture.id) on().wait(stream, last.event->get());
 }
 
 void table::state::end_gather(native_stream stream) {
   const capture_info capture = on().capture(stream);
   last_gather& last = capture.status == capture_status::none ? eager : captured;
-  on().record(last.event, stream);
+  on().record(last.event->get(), stream);
   last.capture = capture.id;
   last.recorded = true;
 }
@@ -151,10 +151,11 @@ pending_gather table::issue_gather(std::span<const std::int64_t> indices, void* 
   const device_scope scope(s.on(), s.device());
   s.check_gather(indices, out, after, how);
   auto made = std::make_unique<pending_gather::state>(s.events);
-  s.on().record(s.issued_after, after);
-  s.on().wait(s.own, s.issued_after);
-  s.gather(indices, out, s.own, how);
-  s.on().record(made->event, s.own);
+  const native_stream own = s.own->get();
+  s.on().record(s.issued_after->get(), after);
+  s.on().wait(own, s.issued_after->get());
+  s.gather(indices, out, own, how);
+  s.on().record(made->event, own);
   return pending_gather(std::move(made));
 }
 

@@ -51,16 +51,6 @@ void check_options(const table_options& given, int ranks) {
 
 }  // namespace
 
-owned_pool::~owned_pool() {
-  try {
-    heap_.release_pool(id_);
-  } catch (const invalid_argument&) {
-    // The heap is closed, and its pools with it.
-  } catch (const std::exception& failure) {
-    log().error("giving back a table's pool: {}", failure.what());
-  }
-}
-
 table::state::state(symmetric_heap& given, const table_options& wanted)
     : heap(given), options(wanted) {
   symmetric_region& region = heap.region();
@@ -127,31 +117,24 @@ table::state::state(symmetric_heap& given, const table_options& wanted)
   agree_on(ranks, "ep::table: end", [&] {
     const device_scope scope(on(), device());
     multiprocessors = on().describe(device()).multiprocessors;
-    own = on().create_stream(device());
+    own.emplace(on(), device());
     events = std::make_shared<event_store>(on(), device());
-    eager.event = events->take();
-    captured.event = events->take();
-    issued_after = events->take();
+    for (auto* const event : {&eager.event, &captured.event, &issued_after}) {
+      event->emplace(on(), device());
+    }
     // The blocks may have been another stream's, for which the default stream waits.
-    on().record(issued_after, nullptr);
-    on().wait(own, issued_after);
-    on().fill(address_of(counts.local()), std::byte{0}, counts.bytes(), own);
-    if (tags) on().fill(address_of(tags.local()), std::byte{0}, tags.bytes(), own);
-    on().synchronize(own);
+    on().record(issued_after->get(), nullptr);
+    on().wait(own->get(), issued_after->get());
+    on().fill(address_of(counts.local()), std::byte{0}, counts.bytes(), own->get());
+    if (tags) on().fill(address_of(tags.local()), std::byte{0}, tags.bytes(), own->get());
+    on().synchronize(own->get());
   });
 }
 
 table::state::~state() {
-  if (own != nullptr) {
-    log_failure("waiting for a table's gathers", [&] {
-      if (eager.recorded) on().synchronize(eager.event);
-      on().synchronize(own);
-      on().destroy_stream(own);
-    });
-  }
-  for (const native_event event : {eager.event, captured.event, issued_after}) {
-    if (event != nullptr) events->put_back(event);
-  }
+  // Those on other streams; the table's own waits for itself.
+  if (!eager.recorded) return;
+  log_failure("waiting for a table's gathers", [&] { on().synchronize(eager.event->get()); });
 }
 
 symmetric_buffer<std::byte> table::state::make_rows() {

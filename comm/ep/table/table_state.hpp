@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include "comm/ep/owned_pool.hpp"
+#include "comm/ep/scoped_stream.hpp"
 #include "comm/ep/table/pending_gather.hpp"
 #include "comm/ep/table/table_steps.hpp"
+#include "lib/memory/copier.hpp"
 
 #include <evmm/comm/symmetric_buffer.hpp>
 #include <evmm/ep/table.hpp>
@@ -29,23 +32,9 @@ inline address address_of(const void* at) {
   return reinterpret_cast<address>(at);
 }
 
-/// A pool of a heap, given back at the end.
-class owned_pool {
- public:
-  explicit owned_pool(symmetric_heap& heap) : heap_(heap), id_(heap.create_pool()) {}
-  owned_pool(const owned_pool&) = delete;
-  owned_pool& operator=(const owned_pool&) = delete;
-  ~owned_pool();
-  pool_id id() const { return id_; }
-
- private:
-  symmetric_heap& heap_;
-  pool_id id_;
-};
-
 /// The last gather on ordinary streams, or in one capture.
 struct last_gather {
-  native_event event = nullptr;
+  std::optional<scoped_event> event;
   std::uint64_t capture = 0;  ///< its id; 0 on ordinary streams
   bool recorded = false;
 };
@@ -79,10 +68,10 @@ struct table::state {
   symmetric_buffer<table_counts> counts;
   table_shape shape;
   std::unique_ptr<table_steps> steps;
-  int multiprocessors = 0;      ///< of the device; 0 where it does not tell
-  native_stream own = nullptr;  ///< of issued gathers
+  int multiprocessors = 0;           ///< of the device; 0 where it does not tell
+  std::optional<scoped_stream> own;  ///< of issued gathers
   std::shared_ptr<event_store> events;
-  native_event issued_after = nullptr;
+  std::optional<scoped_event> issued_after;
   last_gather eager, captured;
   std::optional<std::uint64_t> host_bytes_epoch;
   std::size_t host_bytes_then = 0;

@@ -63,7 +63,9 @@ class symmetric_buffer {
   T* local() const { return reinterpret_cast<T*>(heap_->local(offset_)); }
   /// A node peer's. Throws unsupported for a rank of another node.
   T* peer(rank_id rank) const { return reinterpret_cast<T*>(heap_->peer(rank, offset_)); }
-  std::span<T> elements() const { return {local(), size()}; }
+  std::span<T> elements() const {
+    return heap_ != nullptr ? std::span<T>{local(), count_} : std::span<T>{};
+  }
   void record_stream(native_stream stream) const { heap_->record_stream(offset_, stream); }
   symmetric_heap& heap() const noexcept { return *heap_; }
 

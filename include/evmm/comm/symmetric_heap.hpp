@@ -105,8 +105,8 @@ class symmetric_heap {
   symmetric_heap(const symmetric_heap&) = delete;
   symmetric_heap& operator=(const symmetric_heap&) = delete;
 
-  /// Collective: waits for every stream that used the heap, and closes the region. Every other
-  /// member is an invalid_argument.
+  /// Collective: waits for every stream that used the heap, and closes the region. What needs its
+  /// memory is an invalid_argument from then on; a second close does nothing.
   void close(const uses& in_use = {});
 
   // --- allocate and free ----------------------------------------------------------------------
@@ -117,7 +117,8 @@ class symmetric_heap {
   [[nodiscard]] std::size_t allocate(std::size_t bytes, native_stream stream = nullptr,
                                      const symmetric_request& request = {});
   /// Throws invalid_argument naming an offset where no live allocation begins. Under a capture of
-  /// a stream that used it the block stays out of use until that capture has ended.
+  /// a stream that used it the block stays out of use until that capture has ended. When the driver
+  /// fails, the allocation is gone all the same: the next call that needs its block tries again.
   void free(std::size_t offset);
   /// free() for destructors: what it throws is logged. Does nothing after close().
   void release(std::size_t offset) noexcept;
@@ -138,9 +139,10 @@ class symmetric_heap {
   // --- collective changes ---------------------------------------------------------------------
 
   /// Appends free memory to a pool, in the same tier on all ranks. Rounding as the region's.
+  /// Throws out_of_memory beyond the limit of any rank.
   grown grow(tier kind, std::size_t bytes, pool_id pool = {});
-  /// Local: asks for `bytes` more in the default pool. Done at the next collective step of the
-  /// heap, by the largest amount that any rank asked for; not an error when there is no room.
+  /// Local: asks for `bytes` more in the default pool. Done when the heap is full next, or at
+  /// verify(), by the largest amount that any rank asked for; not an error when there is no room.
   void request_growth(tier kind, std::size_t bytes);
   /// Gives back segments at the end that are free, as long as at least `keep_free` bytes stay
   /// free, and the handles kept for reuse. Waits for the streams that used them and for `in_use`.
@@ -150,7 +152,8 @@ class symmetric_heap {
   /// kept. Waits for every stream that used what lies in them, and for `in_use`. Segments move one
   /// after the other, each on all ranks or on none; when one fails those before it have moved.
   /// Returns the bytes moved. Throws invalid_argument when a device_only allocation that lies
-  /// partly outside of the range would leave the device.
+  /// partly outside of the range would leave the device, and out_of_memory, with nothing moved,
+  /// beyond the limit of any rank.
   std::size_t migrate(std::size_t offset, std::size_t bytes, tier kind, const uses& in_use = {});
   /// All segments of a pool.
   std::size_t migrate(pool_id pool, tier kind, const uses& in_use = {});

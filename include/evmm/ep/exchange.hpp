@@ -3,6 +3,7 @@
 
 #include <evmm/comm/symmetric_channel.hpp>
 #include <evmm/comm/symmetric_heap.hpp>
+#include <evmm/ep/footprint.hpp>
 
 #include <chrono>
 #include <cstddef>
@@ -61,6 +62,11 @@ struct exchange_options {
   /// After this a kernel no longer waits for a peer; see exchange::check().
   std::chrono::milliseconds timeout = std::chrono::seconds(30);
 };
+
+/// What an exchange takes of its heap, and what each plan takes besides. Exact: counted by the code
+/// that takes it. Throw as the constructor does for options that cannot be.
+heap_footprint footprint(const exchange_options& options, const job_shape& job);
+heap_footprint plan_footprint(const exchange_options& options, const job_shape& job);
 
 /// The tokens of one rank, in memory of its device, row after row.
 struct tokens {
@@ -206,8 +212,8 @@ class exchange {
   /// the most that any rank received in one dispatch since the last call, times `headroom`,
   /// moving whole segments of the buffers between the tiers; nothing where all lies on the device.
   /// Contents and addresses stay. Waits for the streams of its calls first. Returns device_rows as
-  /// they are then, which options() tells too. Throws invalid_argument for a headroom below 1, and
-  /// what symmetric_heap::migrate throws.
+  /// they are then, which options() tells too. Throws invalid_argument for a headroom below 1 or
+  /// above 1,000, and what symmetric_heap::migrate throws.
   std::size_t adapt(double headroom = 1.25);
   /// Throws peer_error naming the ranks for which a kernel has waited in vain so far, and
   /// invalid_argument when a token chose an expert that there is not.

@@ -33,6 +33,9 @@ struct low_latency_options {
   std::chrono::milliseconds timeout = std::chrono::seconds(10);
 };
 
+/// As that of an exchange; all of it lies on the device.
+heap_footprint footprint(const low_latency_options& options, const job_shape& job);
+
 /// What a rank received, in device memory. Sources are the ranks of its node, by index there; they
 /// send on what comes to them from other nodes. Rows of source s lie at [s][0, source_rows[s]), by
 /// `tokens`, which ascend. Below, `ranks` are those of the node and `batch` is what each sends

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "comm/ep/owned_pool.hpp"
+#include "comm/heap/heap_blocks.hpp"
+
+#include <evmm/comm/symmetric_buffer.hpp>
+#include <evmm/ep/footprint.hpp>
+
+#include <cstddef>
+#include <optional>
+
+namespace evmm::ep {
+
+/// Where an object's buffers come from: a heap, or nowhere, to tell what they would take. So that
+/// what is told is what is taken, both go through the same code. All calls are the heap's.
+class heap_source {
+ public:
+  explicit heap_source(symmetric_heap& heap)
+      : heap_(&heap), granularity_(heap.region().granularity()) {}
+  explicit heap_source(const job_shape& job) : granularity_(job.granularity) {}
+
+  /// Null where nothing is taken.
+  symmetric_heap* heap() const { return heap_; }
+  std::size_t granularity() const { return granularity_; }
+  const heap_footprint& taken() const { return taken_; }
+
+  /// A buffer on the device; an empty one where nothing is taken.
+  template <class T>
+  symmetric_buffer<T> make(std::size_t count, std::size_t alignment = 512) {
+    taken_.device_bytes += heap_blocks::block_bytes(count * sizeof(T));
+    if (heap_ == nullptr) return {};
+    return {*heap_, count, nullptr, {.tiers = tier_policy::device_only, .alignment = alignment}};
+  }
+  /// Segments of a pool, which is there where something is taken.
+  void grow(tier kind, std::size_t bytes, const std::optional<owned_pool>& pool) {
+    if (heap_ != nullptr) bytes = heap_->grow(kind, bytes, pool->id()).bytes;
+    (kind == tier::device ? taken_.device_bytes : taken_.host_bytes) += bytes;
+  }
+
+ private:
+  symmetric_heap* heap_ = nullptr;
+  std::size_t granularity_;
+  heap_footprint taken_;
+};
+
+}  // namespace evmm::ep
