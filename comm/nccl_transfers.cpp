@@ -4,6 +4,7 @@
 #include "comm/collective_change.hpp"
 #include "lib/memory/copier.hpp"
 #include "lib/memory/device_scope.hpp"
+#include "lib/memory/scoped_stream.hpp"
 #include "lib/support/log.hpp"
 
 #include <evmm/error.hpp>
@@ -40,18 +41,13 @@ class transfer_queue {
   transfer_queue(const nccl_communicator::state& like, device_id device)
       : on_(*like.on),
         device_(device),
-        stream_(on_.create_stream(device)),
-        nccl_(make(like, device)) {}
+        stream_(on_, device),
+        nccl_(like.ranks, like.on, {.device = device}) {}
   transfer_queue(const transfer_queue&) = delete;
   transfer_queue& operator=(const transfer_queue&) = delete;
-  ~transfer_queue() {
-    give_up();
-    destroy_stream();
-  }
-
   /// Sends itself a word, so that the kernel is loaded while no stream waits for it.
   void warm_up() {
-    const address words = on_.allocate_async(device_, 2 * sizeof(std::uint64_t), stream_);
+    const address words = on_.allocate_async(device_, 2 * sizeof(std::uint64_t), stream_.get());
     const auto self = nccl_.ranks().rank();
     nccl_communicator::state& nccl = *nccl_.shared();
     try {
@@ -61,23 +57,23 @@ class transfer_queue {
       auto* const to = from + sizeof(std::uint64_t);
       nccl.collective_call("the first ncclSend and ncclRecv", [&] {
         api.group_start();
-        api.send(from, sizeof(std::uint64_t), nccl_int8, self.value, nccl.comm, stream_);
-        api.receive(to, sizeof(std::uint64_t), nccl_int8, self.value, nccl.comm, stream_);
+        api.send(from, sizeof(std::uint64_t), nccl_int8, self.value, nccl.comm, stream_.get());
+        api.receive(to, sizeof(std::uint64_t), nccl_int8, self.value, nccl.comm, stream_.get());
         return api.group_end();
       });
       nccl.or_break([&] {
-        nccl.wait_until("the first ncclSend and ncclRecv", [&] { return on_.idle(stream_); });
+        nccl.wait_until("the first ncclSend and ncclRecv", [&] { return on_.idle(stream_.get()); });
       });
     } catch (...) {
-      log_failure("freeing words", [&] { on_.free_async(words, stream_); });
+      log_failure("freeing words", [&] { on_.free_async(words, stream_.get()); });
       throw;
     }
-    on_.free_async(words, stream_);
+    on_.free_async(words, stream_.get());
   }
   void close() { nccl_.close(); }
 
   void add(const call& next, native_event after) {
-    on_.wait(stream_, after);
+    on_.wait(stream_.get(), after);
     waiting_.push_back(next);
     advance();
   }
@@ -101,18 +97,6 @@ class transfer_queue {
     bool recorded = false;  ///< its kernel is on the stream
   };
 
-  nccl_communicator make(const nccl_communicator::state& like, device_id device) {
-    try {
-      return nccl_communicator(like.ranks, like.on, {.device = device});
-    } catch (...) {
-      destroy_stream();
-      throw;
-    }
-  }
-  void destroy_stream() noexcept {
-    log_failure("destroying a stream", [&] { on_.destroy_stream(stream_); });
-  }
-
   /// NCCL takes a call when its last one is launched, and connects two ranks at their first.
   void advance() {
     nccl_communicator::state& nccl = *nccl_.shared();
@@ -122,7 +106,7 @@ class transfer_queue {
       nccl.call(doing(), nccl.api.async_error(nccl.comm, &now));
       nccl.call(doing(), now);
       if (now == nccl_in_progress) return;
-      on_.record(begun_.back().over.get(), stream_);
+      on_.record(begun_.back().over.get(), stream_.get());
       begun_.back().recorded = true;
       starting_ = false;
     }
@@ -135,15 +119,15 @@ class transfer_queue {
     const device_scope current(on_, device_);
     auto* const at = reinterpret_cast<std::byte*>(next.at);
     nccl.call(doing(), next.send ? nccl.api.send(at, next.bytes, nccl_int8, next.peer.value,
-                                                 nccl.comm, stream_)
+                                                 nccl.comm, stream_.get())
                                  : nccl.api.receive(at, next.bytes, nccl_int8, next.peer.value,
-                                                    nccl.comm, stream_));
+                                                    nccl.comm, stream_.get()));
   }
   const char* doing() const { return sends_ ? "ncclSend" : "ncclRecv"; }
 
   driver& on_;
   device_id device_;
-  native_stream stream_;
+  scoped_stream stream_;
   std::deque<call> waiting_;
   std::list<begun> begun_;
   bool starting_ = false;   ///< NCCL is at the last of `begun_`

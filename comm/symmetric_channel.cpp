@@ -286,6 +286,9 @@ symmetric_channel::~symmetric_channel() = default;
 void symmetric_channel::close() {
   state_->close();
 }
+symmetric_region& symmetric_channel::region() const noexcept {
+  return state_->region;
+}
 channel_path symmetric_channel::path_to(rank_id rank) const {
   state_->check_open();
   state_->check_rank(rank);

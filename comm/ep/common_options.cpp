@@ -3,9 +3,16 @@
 
 namespace evmm::ep {
 
-void require_one_node(const char* who, const bootstrap& ranks, const char* help) {
-  if (ranks.node_count() == 1) return;
-  throw unsupported(fmt::format("{}: the ranks are on {} nodes", who, ranks.node_count()), help);
+void check_channel(const char* who, const symmetric_heap& heap, const symmetric_channel* channel,
+                   const char* help) {
+  const int nodes = heap.region().ranks().node_count();
+  if (channel == nullptr && nodes > 1) {
+    throw unsupported(fmt::format("{}: the ranks are on {} nodes", who, nodes), help);
+  }
+  if (channel != nullptr && &channel->region() != &heap.region()) {
+    throw invalid_argument(fmt::format("{}: the channel is not on the region of the heap", who),
+                           "make the channel on symmetric_heap::region()");
+  }
 }
 
 void check_job(const job_shape& job) {

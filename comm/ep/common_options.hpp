@@ -22,8 +22,10 @@ inline bool aligned_rows(const void* at) {
   return reinterpret_cast<std::uintptr_t>(at) % 16 == 0;
 }
 
-/// Throws unsupported, naming what helps, when the ranks are on several nodes.
-void require_one_node(const char* who, const bootstrap& ranks, const char* help);
+/// Throws unsupported, naming what helps, when the ranks are on several nodes and there is no
+/// channel between them; invalid_argument for one that goes to another region.
+void check_channel(const char* who, const symmetric_heap& heap, const symmetric_channel* channel,
+                   const char* help);
 
 /// What the tokens of a call must be like.
 struct token_rules {

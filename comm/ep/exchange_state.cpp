@@ -3,7 +3,7 @@
 
 #include "comm/collective_change.hpp"
 #include "comm/ep/common_options.hpp"
-#include "comm/ep/scoped_stream.hpp"
+#include "lib/memory/scoped_stream.hpp"
 
 #include <evmm/error.hpp>
 
@@ -112,9 +112,7 @@ exchange::state::state(symmetric_heap& given, symmetric_channel* channel,
   agree_on(ranks, "ep::exchange: options", [&] {
     check_options(options, job);
     check_nodes(k_name, ranks);
-    if (channel == nullptr) {
-      require_one_node(k_name, ranks, "give the channel that carries what crosses nodes");
-    }
+    check_channel(k_name, heap, channel, "give the channel that carries what crosses nodes");
   });
   check_alike(k_name, ranks, options, [](const alike& same, const auto& a, const auto& b) {
     same("expert_alignment", a.expert_alignment, b.expert_alignment);

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "comm/ep/rail.hpp"
-#include "comm/ep/scoped_stream.hpp"
 #include "lib/memory/copier.hpp"
+#include "lib/memory/scoped_stream.hpp"
 
 #include <evmm/ep/low_latency.hpp>
 

@@ -3,7 +3,7 @@
 
 #include "comm/collective_change.hpp"
 #include "comm/ep/common_options.hpp"
-#include "comm/ep/scoped_stream.hpp"
+#include "lib/memory/scoped_stream.hpp"
 
 #include <evmm/error.hpp>
 
@@ -124,11 +124,9 @@ low_latency_exchange::state::state(symmetric_heap& given, symmetric_channel* cha
   agree_on(ranks, "ep::low_latency_exchange: options", [&] {
     check_options(options, job);
     check_nodes(k_name, ranks);
-    if (channel == nullptr) {
-      require_one_node(k_name, ranks,
-                       "give the channel that carries what crosses nodes; or make one for the "
-                       "ranks of each node");
-    }
+    check_channel(k_name, heap, channel,
+                  "give the channel that carries what crosses nodes; or make one for the ranks of "
+                  "each node");
   });
   check_alike(k_name, ranks, options, [](const alike&, const auto&, const auto&) {});
   ep_shape shape = common_shape(options, region.view(), ranks.size());

@@ -2,7 +2,7 @@
 #include "comm/ep/rail.hpp"
 
 #include "comm/collective_change.hpp"
-#include "comm/ep/scoped_stream.hpp"
+#include "lib/memory/scoped_stream.hpp"
 
 #include <evmm/error.hpp>
 

@@ -82,8 +82,16 @@ expandable_range& memory_supply::range_of(arena& needy, std::size_t bytes,
   needy.reserve(1);
   needy.segments.reserve(needy.segments.size() + 1);
   ranges_.reserve(ranges_.size() + 1);
-  auto made = std::make_unique<expandable_range>(*on_, evmm::round_up(reserve_bytes, granule_),
-                                                 granule_, needy, where);
+  std::unique_ptr<expandable_range> made;
+  try {
+    made = std::make_unique<expandable_range>(*on_, evmm::round_up(reserve_bytes, granule_),
+                                              granule_, needy, where);
+  } catch (const driver_error& refused) {
+    throw driver_error(fmt::format("cannot reserve {} of addresses for an expandable segment: {}",
+                                   format_bytes(reserve_bytes), refused.message()),
+                       "lower expandable_segments_reserve or expandable_segments_reserve_by_class",
+                       refused.native_code());
+  }
   needy.add(made->segment, block_use::hole);
   needy.segments.push_back(&made->segment);
   ranges_.push_back(std::move(made));

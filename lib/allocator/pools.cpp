@@ -30,7 +30,8 @@ pool_id caching_allocator::create_pool(const pool_options& options) {
   if (s.other) {
     throw unsupported("pools need the native backend", "unset backend, or set backend:native");
   }
-  if (options.tiers.empty() || options.tiers.size() > 2) {
+  const auto& tiers = options.tiers;
+  if (tiers.empty() || tiers.size() > 2 || (tiers.size() == 2 && tiers[0] == tiers[1])) {
     throw invalid_argument("a pool's tiers are device, host, or both, in order of preference");
   }
   if (options.functions && (!options.functions->allocate || !options.functions->free)) {

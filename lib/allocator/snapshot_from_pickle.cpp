@@ -337,7 +337,7 @@ class snapshot_reader {
          action = static_cast<trace_action>(static_cast<int>(action) + 1)) {
       if (name == to_string(action)) return action;
     }
-    // The name in PyTorch 2.4 and 2.5.
+    // An earlier name of it.
     if (name == "user_defined") return trace_action::annotate;
     refuse(value, "an action that a trace does not have");
   }

@@ -9,10 +9,12 @@
 
 #include <CLI/CLI.hpp>
 
+#include <cerrno>
 #include <cstdio>
 #include <exception>
 #include <fstream>
 #include <string>
+#include <system_error>
 
 namespace {
 
@@ -21,7 +23,10 @@ void show(const Report& report, bool json) {
   using evmm::cli::to_json;
   using evmm::cli::to_text;
   const std::string text = json ? to_json(report).dump(2) + "\n" : to_text(report);
-  std::fputs(text.c_str(), stdout);
+  if (std::fputs(text.c_str(), stdout) < 0 || std::fflush(stdout) != 0) {
+    throw evmm::invalid_argument("standard output cannot be written: " +
+                                 std::generic_category().message(errno));
+  }
 }
 
 template <class Report>

@@ -282,6 +282,17 @@ TEST_P(allocator_expandable_contract, a_request_beyond_the_reservation_names_the
   free(all);
 }
 
+TEST_P(allocator_expandable_contract, a_reservation_beyond_all_addresses_names_the_key) {
+  make("expandable_segments_reserve:400000G");
+  try {
+    (void)allocator->allocate(2_MiB);
+    ADD_FAILURE() << "nothing has so many addresses";
+  } catch (const driver_error& refused) {
+    EXPECT_TRUE(says(refused.message(), "cannot reserve 390.6 TiB")) << refused.what();
+    EXPECT_TRUE(says(refused.help(), "expandable_segments_reserve")) << refused.what();
+  }
+}
+
 TEST_P(allocator_expandable_contract, a_request_beyond_the_reservation_lies_in_the_next_tier) {
   make("expandable_segments_reserve:16M");
   const pool_id pool = allocator->create_pool({.tiers = {tier::device, tier::host}});

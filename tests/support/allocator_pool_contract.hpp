@@ -334,6 +334,10 @@ TEST_P(allocator_pool_contract, options_of_a_pool_are_checked) {
   make();
   EXPECT_TRUE(says(refusal([&] { allocator->create_pool({.tiers = {}}); }), "tiers"));
   EXPECT_TRUE(says(refusal([&] {
+                     allocator->create_pool({.tiers = {tier::host, tier::host}});
+                   }),
+                   "tiers"));
+  EXPECT_TRUE(says(refusal([&] {
                      allocator->create_pool(
                          {.functions = pool_functions{.allocate = {}, .free = {}}});
                    }),

@@ -263,6 +263,21 @@ void wrong_exchanges_are_refused(const rank_context& at) {
                 HasSubstr("give the channel that carries what crosses nodes"));
     heap.close();
   }
+  {
+    symmetric_heap heap(at.make());
+    symmetric_region other = at.make();
+    symmetric_channel elsewhere(other);
+    EXPECT_THAT(thrown_by([&] { ep::exchange(heap, elsewhere, good); }),
+                HasSubstr("the channel is not on the region of the heap"));
+    EXPECT_THAT(thrown_by([&] {
+                  ep::low_latency_exchange(heap, elsewhere,
+                                           {.experts = good.experts, .top_k = 1, .hidden = 128});
+                }),
+                HasSubstr("the channel is not on the region of the heap"));
+    elsewhere.close();
+    heap.close();
+    other.close();
+  }
   bad = good;
   bad.hidden = 100;
   refused(bad, "hidden is 100");

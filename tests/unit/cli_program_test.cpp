@@ -96,6 +96,12 @@ TEST(cli_program, a_driver_that_does_not_exist) {
   EXPECT_THAT(text, HasSubstr("EVMM_DRIVER is 'abacus'"));
 }
 
+TEST(cli_program, an_output_that_is_full) {
+  const auto [code, text] = run("{ EVMM_DRIVER=host", "info > /dev/full; }");
+  EXPECT_EQ(code, 1);
+  EXPECT_THAT(text, HasSubstr("standard output cannot be written: No space left on device"));
+}
+
 TEST(cli_program, usage) {
   EXPECT_EQ(run("", "--version").code, 0);
   EXPECT_EQ(run("", "--help").code, 0);

@@ -2,10 +2,10 @@
 #pragma once
 
 #include "comm/ep/owned_pool.hpp"
-#include "comm/ep/scoped_stream.hpp"
 #include "comm/ep/table/pending_gather.hpp"
 #include "comm/ep/table/table_steps.hpp"
 #include "lib/memory/copier.hpp"
+#include "lib/memory/scoped_stream.hpp"
 
 #include <evmm/comm/symmetric_buffer.hpp>
 #include <evmm/ep/table.hpp>

@@ -115,6 +115,7 @@ class symmetric_channel {
   /// later calls are an invalid_argument. Throws what check() throws, ended all the same.
   void close();
 
+  symmetric_region& region() const noexcept;
   /// Which way a rank is reached.
   channel_path path_to(rank_id rank) const;
   channel_statistics statistics() const;

@@ -5,7 +5,7 @@
 
 #include <evmm/driver.hpp>
 
-namespace evmm::ep {
+namespace evmm {
 
 /// A stream that is waited for and destroyed when it is no longer needed.
 class scoped_stream {
@@ -24,4 +24,4 @@ class scoped_stream {
   native_stream stream_;
 };
 
-}  // namespace evmm::ep
+}  // namespace evmm
