@@ -192,7 +192,7 @@ bool channel_engine::advance(operation& each, clock::time_point now) {
     }
     if (wanted.received == wanted.bytes) {
       each.release();
-    } else if (now - wanted.since >= patience) {
+    } else if (!wanted.large && now - wanted.since >= patience) {
       throw timed_out(fmt::format("rank {} did not answer a get of {} bytes within {:.1f} s",
                                   wanted.from.value, wanted.bytes, seconds),
                       help);

@@ -94,7 +94,7 @@ struct far_get {
   std::size_t bytes = 0;
   bool large = false;  ///< comes by large_transfers
   std::size_t received = 0;
-  clock::time_point since = {};  ///< when the last bytes came
+  clock::time_point since = {};  ///< in messages: when the last bytes came
 };
 
 }  // namespace evmm

@@ -41,7 +41,6 @@ void rendezvous::put(const far_piece& piece, std::size_t& left) {
 }
 
 void rendezvous::get(far_get& wanted) {
-  wanted.since = clock::now();
   in_line_.push_back({.from = wanted.from,
                       .into = wanted.into,
                       .head = {.what = message_head::clear_to_send,
@@ -103,15 +102,7 @@ void rendezvous::finish_receive() {
   got.received += receiving_->bytes;
   bytes_received_ += receiving_->bytes;
   receiving_.reset();
-  const auto now = clock::now();
-  if (got.get != nullptr) {
-    got.get->received = got.received;
-    got.get->since = now;
-  }
-  // Those in line were waiting for this one, and nobody is to blame for that.
-  for (const arrival& waiting : in_line_) {
-    if (waiting.get != nullptr) waiting.get->since = now;
-  }
+  if (got.get != nullptr) got.get->received = got.received;
   if (got.received < got.head.bytes) {
     in_line_.push_back(got);
     return;
@@ -150,8 +141,11 @@ void rendezvous::check_deadlines(clock::time_point now, std::chrono::millisecond
   for (const auto& [id, put] : asked_) {
     if (late(put.since)) blame(put.piece.to, "has not taken a put of", put.piece.bytes);
   }
+  // Whoever is in line waits for this one alone.
   if (receiving_ && late(receiving_->since)) {
-    blame(receiving_->of.from, "did not send", receiving_->bytes);
+    const arrival& of = receiving_->of;
+    if (of.get != nullptr) blame(of.from, "did not answer a get of", of.head.bytes);
+    blame(of.from, "did not send", receiving_->bytes);
   }
   for (const departure& each : sending_) {
     if (late(each.since)) blame(each.to, "did not receive", each.bytes);

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <ostream>
 #include <string>
 #include <vector>
 
@@ -32,6 +33,7 @@ struct rank_context {
 struct symmetric_case {
   std::string name;
   void (*run)(const rank_context&);
+  friend void PrintTo(const symmetric_case& each, std::ostream* out) { *out << each.name; }
 };
 const std::vector<symmetric_case>& symmetric_cases();
 
