@@ -126,6 +126,10 @@ std::shared_ptr<node_link> make_nccl_link(const nccl_communicator& over,
     throw invalid_argument("an NCCL link needs another one for its messages",
                            "bootstrap::make_link() gives the bootstrap's own");
   }
+  if (options.large_piece == 0) {
+    throw invalid_argument("nccl_link_options::large_piece is 0; it takes 1 or more",
+                           "nccl_link_options::large of 0 leaves all to messages");
+  }
   return std::make_shared<nccl_link>(over.shared(), std::move(messages), options);
 }
 

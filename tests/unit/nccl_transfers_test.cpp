@@ -132,6 +132,15 @@ TEST(large_transfers, a_rank_that_leaves_them_to_messages_says_so_for_all) {
   });
 }
 
+TEST(large_transfers, pieces_of_nothing_are_refused) {
+  run_large({}, [](const rank_context& at) {
+    nccl_communicator nccl(at.ranks, at.on);
+    EXPECT_THAT(thrown_by([&] { make_nccl_link(nccl, at.ranks->make_link(), {.large_piece = 0}); }),
+                HasSubstr("large_piece is 0"));
+    nccl.close();
+  });
+}
+
 /// Kernels reach nothing of it, as of ordinary memory on CUDA.
 class unreached final : public forwarding_driver {
  public:
