@@ -291,6 +291,25 @@ TEST(cuda_driver, functions_run_and_what_they_throw_reaches_synchronize) {
   });
 }
 
+TEST(cuda_driver, what_a_function_held_may_not_call_cuda_where_it_goes) {
+  in_child({}, [] {
+    auto on = make_cuda_driver();
+    const native_stream stream = on->create_stream(device_id{0});
+    std::string said;
+    const auto last_words = [&said, &driver = *on](const int* word) {
+      said = refusal<invalid_argument>([&] { driver.device_count(); });
+      delete word;
+    };
+    on->launch(stream, [held = std::shared_ptr<int>(new int, last_words)] {});
+    EXPECT_THAT(said, HasSubstr("called the driver"));
+    on->destroy_stream(on->create_stream(device_id{0}));  // the thread itself may again
+    // The last reference to the driver: its contexts stay, since nothing may be released there.
+    driver& last = *on;
+    last.launch(stream, [kept = std::move(on)] {});
+    EXPECT_EQ(fake<int(int)>("fake_retained")(0), 1);
+  });
+}
+
 TEST(cuda_driver, a_captured_function_lives_as_long_as_the_graph) {
   in_child({}, [] {
     const auto on = make_cuda_driver();
