@@ -57,6 +57,22 @@ TEST(elastic_region, cached_handles_give_way_to_a_larger_one) {
   EXPECT_EQ(region.statistics().cached_bytes, 6_MiB) << "only as many as had to go";
 }
 
+TEST(elastic_region, a_driver_that_stops_telling_its_free_memory_is_an_error) {
+  const auto faulty = fault_driver::make(host_driver::make({.device_bytes = 16_MiB}));
+  elastic_region region(faulty, {.reserve = 64_MiB});
+  region.grow(tier::device, 6_MiB);
+  region.grow(tier::device, 6_MiB);
+  region.shrink(12_MiB);
+  // Asked before the growth, and again while cached handles give way to it.
+  for (std::size_t nth = 0; nth < 2; ++nth) {
+    faulty->fail_call(driver_call::usage, nth);
+    EXPECT_THROW(region.grow(tier::device, 10_MiB), driver_error);
+    EXPECT_TRUE(faulty->disarm());
+    EXPECT_EQ(region.size(), 0u);
+  }
+  region.grow(tier::device, 10_MiB);
+}
+
 TEST(elastic_region, interleaves_the_host_tier_over_nodes) {
   const auto on = host_driver::make({.numa_nodes = {0, 1}});
   elastic_region region(
