@@ -91,6 +91,24 @@ TEST(elastic_region, a_second_device_reaches_it_when_asked_for) {
   EXPECT_THROW(elastic_region(on, {.reserve = 8_MiB, .peers = {{5}}}), error);
 }
 
+TEST(elastic_region, deferred_changes_follow_the_streams_of_peers) {
+  const auto on = host_driver::make({.devices = 3});
+  elastic_region region(on, {.reserve = 64_MiB, .peers = {{1}, {2}}});
+  for (int i = 0; i < 3; ++i) region.grow(tier::device, 2_MiB);
+  const native_stream stream = on->create_stream({2});
+  {
+    stream_gate gate(*on, stream);
+    on->fill(reinterpret_cast<address>(region.data()), std::byte{7}, 2_MiB, stream);
+    region.shrink_later(2_MiB, {.streams = {&stream, 1}});
+    region.migrate_later(0, tier::host, {.streams = {&stream, 1}});
+    EXPECT_EQ(region.poll(), 2u) << "the stream has not passed";
+  }
+  region.finish();
+  EXPECT_EQ(region.size(), 4_MiB);
+  EXPECT_EQ(*region.data(), std::byte{7});
+  on->destroy_stream(stream);
+}
+
 TEST(elastic_region, a_forked_child_is_told_so) {
   const auto on = host_driver::make();
   elastic_region region(on, {.reserve = 8_MiB});
