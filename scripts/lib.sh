@@ -4,6 +4,7 @@
 
 set -euo pipefail
 
+unset CDPATH # with it, cd goes elsewhere and says so
 evmm_root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 evmm_program=$(basename -- "$0")
 

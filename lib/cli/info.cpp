@@ -25,6 +25,10 @@ ordered_json or_null(const std::optional<strong_id<Tag>>& id) {
   return id ? ordered_json(id->value) : ordered_json(nullptr);
 }
 
+ordered_json or_null(const info_report::memory& held, std::size_t memory_usage::*part) {
+  return held.usage ? ordered_json(*held.usage.*part) : ordered_json(nullptr);
+}
+
 ordered_json json_of(const library_versions& library) {
   return {{"compiled", or_null(library.compiled)},
           {"found", or_null(library.found)},
@@ -52,7 +56,8 @@ ordered_json json_of(const info_report::device& device) {
           {"name", told.name},
           {"pci_bus_id", or_null(told.pci_bus_id)},
           {"total_bytes", told.total_bytes},
-          {"free_bytes", device.usage.free_bytes},
+          {"free_bytes", or_null(device.held, &memory_usage::free_bytes)},
+          {"memory_error", or_null(device.held.error)},
           {"multiprocessors", told.multiprocessors},
           {"rdma_capable", told.rdma_capable},
           {"host_memory", told.host_memory},
@@ -63,8 +68,9 @@ ordered_json json_of(const info_report::device& device) {
 
 ordered_json json_of(const info_report::node& node) {
   return {{"id", node.id.value},
-          {"total_bytes", node.usage.total_bytes},
-          {"free_bytes", node.usage.free_bytes},
+          {"total_bytes", or_null(node.held, &memory_usage::total_bytes)},
+          {"free_bytes", or_null(node.held, &memory_usage::free_bytes)},
+          {"memory_error", or_null(node.held.error)},
           {"processors", node.known ? ordered_json(node.known->processors) : ordered_json(nullptr)},
           {"allowed", node.known ? ordered_json(node.known->allowed) : ordered_json(nullptr)}};
 }
@@ -75,12 +81,23 @@ std::string text_of(const library_versions& library) {
                                            : "here " + library.found + " (" + library.path + ")");
 }
 
+std::string text_of(const info_report::memory& held) {
+  if (!held.usage) return "not told: " + held.error;
+  return fmt::format("{} of {} free", format_bytes(held.usage->free_bytes),
+                     format_bytes(held.usage->total_bytes));
+}
+
+info_report::memory ask_memory(driver& on, memory_location where) {
+  info_report::memory found;
+  found.error = failure_of([&] { found.usage = on.usage(where); });
+  return found;
+}
+
 void add_device(std::string& text, const info_report::device& device) {
   const auto& told = device.description;
   text += fmt::format("\nDEVICE {}: {}\n", told.id.value, told.name);
   if (!told.pci_bus_id.empty()) text += fmt::format("  PCI        {}\n", told.pci_bus_id);
-  text += fmt::format("  memory     {} of {} free\n", format_bytes(device.usage.free_bytes),
-                      format_bytes(told.total_bytes));
+  text += fmt::format("  memory     {}\n", text_of(device.held));
   if (told.multiprocessors != 0) text += fmt::format("  SMs        {}\n", told.multiprocessors);
   std::string peers;
   for (std::size_t i = 0; i < device.reaches.size(); ++i) {
@@ -128,7 +145,7 @@ info_report collect_info(machine& here) {
   for (device_description& told : here.devices()) {
     info_report::device device{.description = std::move(told)};
     const device_id id = device.description.id;
-    device.usage = on.usage(memory_location::on(id));
+    device.held = ask_memory(on, memory_location::on(id));
     for (int peer = 0; peer < on.device_count(); ++peer) {
       device.reaches.push_back(on.can_access(id, device_id{peer}));
     }
@@ -142,7 +159,7 @@ info_report collect_info(machine& here) {
 
   const auto known = here.map ? here.map->nodes() : std::vector<node_description>{};
   for (const numa_node id : on.numa_nodes()) {
-    info_report::node node{.id = id, .usage = on.usage(memory_location::on(id))};
+    info_report::node node{.id = id, .held = ask_memory(on, memory_location::on(id))};
     const auto same = std::find_if(known.begin(), known.end(),
                                    [&](const node_description& each) { return each.node == id; });
     if (same != known.end()) node.known = *same;
@@ -205,8 +222,7 @@ std::string to_text(const info_report& report) {
   for (const auto& device : report.devices) add_device(text, device);
   if (!report.nodes.empty()) text += "\nhost memory\n";
   for (const auto& node : report.nodes) {
-    text += fmt::format("  HOST_NUMA {}  {} of {} free", node.id.value,
-                        format_bytes(node.usage.free_bytes), format_bytes(node.usage.total_bytes));
+    text += fmt::format("  HOST_NUMA {}  {}", node.id.value, text_of(node.held));
     if (node.known) text += fmt::format(", {} processors", node.known->processors);
     text += node.known && !node.known->allowed ? ", not allowed to this process\n" : "\n";
   }

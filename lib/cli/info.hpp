@@ -15,16 +15,21 @@ namespace evmm::cli {
 
 /// What is here, as `evmm info` reports it.
 struct info_report {
+  /// A device that another process has for itself does not tell its memory, for one.
+  struct memory {
+    std::optional<memory_usage> usage = {};
+    std::string error = {};  ///< why it is not known
+  };
   struct device {
     device_description description;
-    memory_usage usage = {};
+    memory held = {};
     std::vector<bool> reaches = {};  ///< by device: whether this one loads and stores its memory
     std::optional<placement_choice> placement = {};
     std::string placement_error = {};
   };
   struct node {
     numa_node id;
-    memory_usage usage;
+    memory held = {};
     std::optional<node_description> known = {};  ///< where hwloc has this node
   };
 

@@ -3,6 +3,8 @@
 
 #include "lib/support/log.hpp"
 
+#include <evmm/error.hpp>
+
 #include <utility>
 
 namespace evmm {
@@ -60,11 +62,21 @@ void copier::settle() noexcept {
   insist("waiting for a copy", [this] { driver_.synchronize(*stream_); });
 }
 
+scoped_event copier::behind(native_stream used) {
+  for (std::size_t i = 0;; ++i) {
+    scoped_event reached(driver_, i == 0 ? device_ : peers_[i - 1]);
+    try {
+      driver_.record(reached.get(), used);
+      return reached;
+    } catch (const invalid_argument&) {
+      if (i == peers_.size()) throw;
+    }
+  }
+}
+
 void copier::follow(const uses& in_use) {
   for (const native_stream used : in_use.streams) {
-    const scoped_event reached(driver_, device_);
-    driver_.record(reached.get(), used);
-    driver_.wait(stream(), reached.get());
+    driver_.wait(stream(), behind(used).get());
   }
   for (const native_event used : in_use.events) driver_.wait(stream(), used);
 }

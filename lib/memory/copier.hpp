@@ -12,6 +12,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <utility>
+#include <vector>
 
 namespace [[gnu::visibility("default")]] evmm {
 
@@ -48,7 +50,9 @@ class scoped_event {
 /// A region's own stream, on which contents move between tiers. Made at the first use.
 class copier {
  public:
-  copier(driver& on, device_id device) : driver_(on), device_(device) {}
+  /// Streams that it follows are the device's or those of `peers`.
+  copier(driver& on, device_id device, std::vector<device_id> peers = {})
+      : driver_(on), device_(device), peers_(std::move(peers)) {}
   copier(const copier&) = delete;
   copier& operator=(const copier&) = delete;
   ~copier();
@@ -67,10 +71,14 @@ class copier {
 
  private:
   native_stream stream();
+  /// An event behind what is enqueued on `used`. It must be of the stream's device, which a driver
+  /// does not tell: a refused record means another one.
+  scoped_event behind(native_stream used);
   void follow(const uses& in_use);
 
   driver& driver_;
   device_id device_;
+  std::vector<device_id> peers_;
   std::optional<native_stream> stream_;
   std::uint64_t bytes_copied_ = 0;
 };

@@ -47,7 +47,7 @@ struct elastic_region::state {
                      .cache_limit = options.cache_limit}),
         device(options.device),
         range(*on, limits.reserved, limits.granularity),
-        copies(*on, options.device),
+        copies(*on, options.device, options.peers),
         own(range.base()) {}
 
   ~state() {

@@ -136,7 +136,7 @@ std::size_t memory_source::trim() noexcept {
 }
 
 template <class Enough>
-void memory_source::evict(memory_location where, Enough enough) noexcept {
+void memory_source::evict(memory_location where, Enough enough) {
   for (auto at = cache_.begin(); at != cache_.end();) {
     if ((*at)->location() != where) {
       ++at;

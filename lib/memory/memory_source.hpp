@@ -77,9 +77,9 @@ class memory_source {
   std::uint64_t released() const noexcept { return released_; }
 
  private:
-  /// Releases cached handles at `where`, oldest first, until `enough` holds.
+  /// Releases cached handles at `where`, oldest first, until `enough` holds. Throws what that does.
   template <class Enough>
-  void evict(memory_location where, Enough enough) noexcept;
+  void evict(memory_location where, Enough enough);
   std::size_t cached_at(memory_location where) const noexcept;
 
   driver& driver_;

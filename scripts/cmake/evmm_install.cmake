@@ -37,7 +37,13 @@ function(evmm_dependency item find requires libs)
     set(find_lines "find_dependency(spdlog)")
     set(module "spdlog")
   elseif(item STREQUAL "PkgConfig::hwloc")
-    set(find_lines "find_dependency(PkgConfig)\npkg_check_modules(hwloc REQUIRED QUIET IMPORTED_TARGET hwloc)")
+    string(JOIN "\n" find_lines "find_dependency(PkgConfig)"
+      "pkg_check_modules(hwloc QUIET IMPORTED_TARGET hwloc)"
+      "if(NOT hwloc_FOUND)"
+      "  set(evmm_FOUND FALSE)"
+      "  set(evmm_NOT_FOUND_MESSAGE \"evmm needs hwloc, which pkg-config does not find\")"
+      "  return()"
+      "endif()")
     set(module "hwloc")
   elseif(item STREQUAL "ZLIB::ZLIB")
     set(find_lines "find_dependency(ZLIB)")
@@ -69,7 +75,13 @@ foreach(component IN LISTS evmm_components)
   set(evmm_finds "")
   set(evmm_modules "")
   set(evmm_plain "")
+  set(evmm_module_others "")
   foreach(item IN LISTS evmm_links)
+    # What a component stands on, with what that needs. evmm_torch carries or brings its own.
+    if(item IN_LIST evmm_public_links AND item MATCHES "^evmm_(.+)$")
+      string(APPEND evmm_module_others "evmm-${CMAKE_MATCH_1} = ${PROJECT_VERSION}")
+      list(APPEND evmm_finds ${evmm_finds_of_${CMAKE_MATCH_1}})
+    endif()
     evmm_dependency("${item}" evmm_find evmm_module evmm_libs)
     # Users of a shared library look only for what is in its interface.
     if(evmm_type STREQUAL "STATIC_LIBRARY" OR item IN_LIST evmm_public_links)
@@ -80,6 +92,7 @@ foreach(component IN LISTS evmm_components)
   endforeach()
   list(REMOVE_ITEM evmm_finds "")
   list(REMOVE_DUPLICATES evmm_finds)
+  set(evmm_finds_of_${component} ${evmm_finds})
   list(REMOVE_DUPLICATES evmm_modules)
   list(REMOVE_DUPLICATES evmm_plain)
   list(JOIN evmm_plain " " evmm_plain)
@@ -93,10 +106,6 @@ foreach(component IN LISTS evmm_components)
   endif()
 
   # pkg-config: a shared library brings its own; a static one needs them on the plain link line.
-  set(evmm_module_others "")
-  if(NOT component MATCHES "^(core|torch)$")  # evmm_torch carries or brings its own
-    set(evmm_module_others "evmm-core = ${PROJECT_VERSION}")
-  endif()
   list(JOIN evmm_modules " " evmm_modules)
   if(evmm_type STREQUAL "STATIC_LIBRARY")
     string(STRIP "${evmm_module_others} ${evmm_modules}" evmm_pc_requires)

@@ -10,7 +10,8 @@ function(run)
   execute_process(COMMAND ${ARGN} COMMAND_ERROR_IS_FATAL ANY)
 endfunction()
 
-file(REMOVE_RECURSE "${work}/staged" "${work}/prefix" "${work}/by_package")
+file(REMOVE_RECURSE "${work}/staged" "${work}/prefix" "${work}/by_package"
+  "${work}/ep_by_package")
 file(MAKE_DIRECTORY "${work}")
 set(common -G "${generator}" "-DCMAKE_MAKE_PROGRAM=${make_program}" "-DCMAKE_CXX_COMPILER=${compiler}"
   "-DCMAKE_CXX_COMPILER_LAUNCHER=${launcher}" "-DCMAKE_BUILD_TYPE=${config}")
@@ -44,6 +45,20 @@ separate_arguments(flags UNIX_COMMAND "${flags}")
 run("${compiler}" -std=c++20 ${definition} "${CMAKE_CURRENT_LIST_DIR}/consumer/consumer.cpp"
   -o "${work}/by_pkg_config" ${flags} "-Wl,-rpath,${work}/prefix/${libdir}")
 run("${work}/by_pkg_config")
+
+# A component brings what it stands on: evmm::ep alone is enough to ask for.
+if(EXISTS "${work}/prefix/${libdir}/pkgconfig/evmm-ep.pc")
+  run("${CMAKE_COMMAND}" -S "${CMAKE_CURRENT_LIST_DIR}/ep_consumer" -B "${work}/ep_by_package"
+    ${common} "-DCMAKE_PREFIX_PATH=${work}/prefix")
+  run("${CMAKE_COMMAND}" --build "${work}/ep_by_package")
+  run("${work}/ep_by_package/ep_consumer")
+  execute_process(COMMAND "${pkg_config}" --cflags --libs evmm-ep
+    OUTPUT_VARIABLE ep_flags OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+  separate_arguments(ep_flags UNIX_COMMAND "${ep_flags}")
+  run("${compiler}" -std=c++20 "${CMAKE_CURRENT_LIST_DIR}/ep_consumer/ep_consumer.cpp"
+    -o "${work}/ep_by_pkg_config" ${ep_flags} "-Wl,-rpath,${work}/prefix/${libdir}")
+  run("${work}/ep_by_pkg_config")
+endif()
 
 # The example that the top README begins with.
 if(module STREQUAL "evmm-comm")

@@ -96,6 +96,16 @@ TEST(cli_program, a_driver_that_does_not_exist) {
   EXPECT_THAT(text, HasSubstr("EVMM_DRIVER is 'abacus'"));
 }
 
+TEST(cli_program, a_log_level_that_does_not_exist_hides_nothing) {
+  const auto [code, text] = run("EVMM_DRIVER=host EVMM_LOG=loud", "info");
+  EXPECT_EQ(code, 0);
+  EXPECT_THAT(text, HasSubstr("EVMM_LOG is 'loud'; it takes trace, debug, info, warn"));
+  for (const std::string level : {"off", "warn", "error"}) {
+    EXPECT_THAT(run("EVMM_DRIVER=host EVMM_LOG=" + level, "info").text,
+                testing::Not(HasSubstr("EVMM_LOG")));
+  }
+}
+
 TEST(cli_program, an_output_that_is_full) {
   const auto [code, text] = run("{ EVMM_DRIVER=host", "info > /dev/full; }");
   EXPECT_EQ(code, 1);

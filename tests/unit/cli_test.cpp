@@ -7,6 +7,7 @@
 #include "lib/cli/limit_checks.hpp"
 #include "lib/cli/sharing_checks.hpp"
 #include "lib/support/nccl_version.hpp"
+#include "tests/support/forwarding_driver.hpp"
 
 #include <evmm/error.hpp>
 #include <evmm/host_driver.hpp>
@@ -18,6 +19,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
+#include <memory>
+#include <string>
 
 namespace evmm::cli {
 namespace {
@@ -207,6 +210,28 @@ TEST(cli_info, has_a_line_for_each_thing) {
               testing::AllOf(HasSubstr("driver     host"), HasSubstr("DEVICE 1: host device 1"),
                              HasSubstr("reaches    0 1"), HasSubstr("HOST_NUMA 0 for DEVICE 0"),
                              HasSubstr("create map access touch cpu")));
+}
+
+/// As a device that another process has for itself, and a sandbox without sysfs.
+class secretive_driver final : public test::forwarding_driver {
+ public:
+  using forwarding_driver::forwarding_driver;
+  memory_usage usage(memory_location /*where*/) const override {
+    throw driver_error("the device is taken");
+  }
+};
+
+TEST(cli_info, memory_that_is_not_told_hides_nothing_else) {
+  auto here = pretended_machine();
+  here.on = std::make_shared<secretive_driver>(here.on);
+  const info_report report = collect_info(here);
+  EXPECT_EQ(exit_code(report), 0);
+  EXPECT_THAT(to_text(report), testing::AllOf(HasSubstr("DEVICE 1: host device 1"),
+                                              HasSubstr("not told: driver_error: the device is"),
+                                              HasSubstr("create map access touch cpu")));
+  const auto json = to_json(report);
+  EXPECT_EQ(json["devices"][0]["free_bytes"], nullptr);
+  EXPECT_THAT(json["nodes"][0]["memory_error"].get<std::string>(), HasSubstr("is taken"));
 }
 
 TEST(cli_info, without_a_driver_says_why) {

@@ -291,6 +291,58 @@ TEST(cuda_driver, functions_run_and_what_they_throw_reaches_synchronize) {
   });
 }
 
+TEST(cuda_driver, work_that_ends_in_unmapped_addresses_does_not_begin) {
+  in_child({}, [] {
+    const auto on = make_cuda_driver();
+    const native_stream stream = on->create_stream(device_id{0});
+    const address base = on->reserve(6_MiB);
+    const auto memory = on->create({.bytes = 2_MiB, .where = k_host});
+    for (const address at : {base, base + 2_MiB}) {
+      on->map(at, 2_MiB, memory);
+      on->set_access(at, 2_MiB, std::vector<access_grant>{{k_device}, {k_host}});
+    }
+    on->fill(base, std::byte{1}, 4_MiB, stream);
+    EXPECT_THAT(
+        refusal<invalid_argument>([&] { on->fill(base + 1_MiB, std::byte{2}, 5_MiB, stream); }),
+        HasSubstr("nothing is mapped from"));
+    std::vector<std::byte> other(6_MiB, std::byte{3});
+    const auto elsewhere = reinterpret_cast<address>(other.data());
+    for (const std::size_t bytes : {6_MiB, ~std::size_t{0}}) {
+      EXPECT_THAT(refusal<invalid_argument>([&] { on->copy(base, elsewhere, bytes, stream); }),
+                  HasSubstr("cannot copy to"));
+      EXPECT_THAT(refusal<invalid_argument>([&] { on->copy(elsewhere, base, bytes, stream); }),
+                  HasSubstr("cannot copy from"));
+    }
+    on->copy(elsewhere, base, 4_MiB, stream);
+    on->synchronize(stream);
+    EXPECT_EQ(other.front(), std::byte{1});
+    EXPECT_EQ(other[3_MiB], std::byte{1});
+    for (const address at : {base, base + 2_MiB}) on->unmap(at, 2_MiB);
+    on->release(memory);
+    on->free(base, 6_MiB);
+    on->destroy_stream(stream);
+  });
+}
+
+TEST(cuda_driver, what_a_function_held_may_not_call_cuda_where_it_goes) {
+  in_child({}, [] {
+    auto on = make_cuda_driver();
+    const native_stream stream = on->create_stream(device_id{0});
+    std::string said;
+    const auto last_words = [&said, &driver = *on](const int* word) {
+      said = refusal<invalid_argument>([&] { driver.device_count(); });
+      delete word;
+    };
+    on->launch(stream, [held = std::shared_ptr<int>(new int, last_words)] {});
+    EXPECT_THAT(said, HasSubstr("called the driver"));
+    on->destroy_stream(on->create_stream(device_id{0}));  // the thread itself may again
+    // The last reference to the driver: its contexts stay, since nothing may be released there.
+    driver& last = *on;
+    last.launch(stream, [kept = std::move(on)] {});
+    EXPECT_EQ(fake<int(int)>("fake_retained")(0), 1);
+  });
+}
+
 TEST(cuda_driver, a_captured_function_lives_as_long_as_the_graph) {
   in_child({}, [] {
     const auto on = make_cuda_driver();

@@ -57,6 +57,22 @@ TEST(elastic_region, cached_handles_give_way_to_a_larger_one) {
   EXPECT_EQ(region.statistics().cached_bytes, 6_MiB) << "only as many as had to go";
 }
 
+TEST(elastic_region, a_driver_that_stops_telling_its_free_memory_is_an_error) {
+  const auto faulty = fault_driver::make(host_driver::make({.device_bytes = 16_MiB}));
+  elastic_region region(faulty, {.reserve = 64_MiB});
+  region.grow(tier::device, 6_MiB);
+  region.grow(tier::device, 6_MiB);
+  region.shrink(12_MiB);
+  // Asked before the growth, and again while cached handles give way to it.
+  for (std::size_t nth = 0; nth < 2; ++nth) {
+    faulty->fail_call(driver_call::usage, nth);
+    EXPECT_THROW(region.grow(tier::device, 10_MiB), driver_error);
+    EXPECT_TRUE(faulty->disarm());
+    EXPECT_EQ(region.size(), 0u);
+  }
+  region.grow(tier::device, 10_MiB);
+}
+
 TEST(elastic_region, interleaves_the_host_tier_over_nodes) {
   const auto on = host_driver::make({.numa_nodes = {0, 1}});
   elastic_region region(
@@ -73,6 +89,24 @@ TEST(elastic_region, a_second_device_reaches_it_when_asked_for) {
   region.grow(tier::device, 2_MiB);
   write_pattern(*on, reinterpret_cast<address>(region.data()), 2_MiB, 4);
   EXPECT_THROW(elastic_region(on, {.reserve = 8_MiB, .peers = {{5}}}), error);
+}
+
+TEST(elastic_region, deferred_changes_follow_the_streams_of_peers) {
+  const auto on = host_driver::make({.devices = 3});
+  elastic_region region(on, {.reserve = 64_MiB, .peers = {{1}, {2}}});
+  for (int i = 0; i < 3; ++i) region.grow(tier::device, 2_MiB);
+  const native_stream stream = on->create_stream({2});
+  {
+    stream_gate gate(*on, stream);
+    on->fill(reinterpret_cast<address>(region.data()), std::byte{7}, 2_MiB, stream);
+    region.shrink_later(2_MiB, {.streams = {&stream, 1}});
+    region.migrate_later(0, tier::host, {.streams = {&stream, 1}});
+    EXPECT_EQ(region.poll(), 2u) << "the stream has not passed";
+  }
+  region.finish();
+  EXPECT_EQ(region.size(), 4_MiB);
+  EXPECT_EQ(*region.data(), std::byte{7});
+  on->destroy_stream(stream);
 }
 
 TEST(elastic_region, a_forked_child_is_told_so) {

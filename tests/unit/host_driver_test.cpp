@@ -14,6 +14,7 @@
 
 #include <array>
 #include <future>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -281,6 +282,18 @@ TEST(host_driver, finishes_all_work_before_it_goes) {
     on->launch(nullptr, [] {});
   }
   EXPECT_EQ(ran, 3 + 30);
+}
+
+TEST(host_driver, refuses_work_past_the_end_of_the_addresses) {
+  const auto on = host_driver::make({});
+  const address at = on->allocate_pinned(4096);
+  const auto most = std::numeric_limits<std::size_t>::max();
+  EXPECT_THROW(on->fill(at, std::byte{1}, most, nullptr), invalid_argument);
+  EXPECT_THROW(on->copy(at, at, most, nullptr), invalid_argument);
+  const address_range range(*on, 2_MiB);
+  EXPECT_THROW(on->fill(range.base(), std::byte{1}, most, nullptr), invalid_argument);
+  on->synchronize(native_stream{nullptr});
+  on->free_pinned(at);
 }
 
 TEST(host_driver, can_be_let_go_by_its_own_stream) {

@@ -81,8 +81,10 @@ cuda_driver::cuda_driver(const cuda_library& library)
 }
 
 cuda_driver::~cuda_driver() {
-  if (process_.forked()) {
-    contexts_.abandon();  // they are the parent's
+  // In a forked child they are the parent's. Where a function that held the last reference goes,
+  // CUDA may not be called: they live as long as the process.
+  if (process_.forked() || in_host_function()) {
+    contexts_.abandon();
     return;
   }
   const auto [ranges, handles, mappings] = ledger_.alive();

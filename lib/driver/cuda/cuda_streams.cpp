@@ -134,6 +134,8 @@ void cuda_driver::copy(address to, address from, std::size_t bytes, native_strea
   if (bytes == 0) return;
   check_address(to, "copy to");
   check_address(from, "copy from");
+  ledger_.check_work(to, bytes, "copy to");
+  ledger_.check_work(from, bytes, "copy from");
   const auto current = context_scope::of(contexts_, stream);
   // Addresses are unified: the driver finds out which memory each is, but by the first byte alone.
   // One copy over DEVICE and HOST_NUMA mappings crashes in it (580.159.04), so none spans two.
@@ -153,6 +155,7 @@ void cuda_driver::fill(address at, std::byte value, std::size_t bytes, native_st
   check_caller();
   if (bytes == 0) return;
   check_address(at, "fill");
+  ledger_.check_work(at, bytes, "fill");
   const auto current = context_scope::of(contexts_, stream);
   while (bytes > 0) {  // as in copy
     const std::size_t piece = ledger_.bytes_in_mapping(at, bytes);

@@ -19,10 +19,20 @@ struct host_task {
 
 thread_local bool running = false;
 
+/// While one of CUDA's callbacks is under way on this thread: also what a function held may go
+/// there, and may not call CUDA either.
+struct callback_scope {
+  callback_scope() : before(std::exchange(running, true)) {}
+  callback_scope(const callback_scope&) = delete;
+  callback_scope& operator=(const callback_scope&) = delete;
+  ~callback_scope() { running = before; }
+  const bool before;
+};
+
 // Called by CUDA, through C: nothing may be thrown from here.
 void CUDA_CB run(void* data) {
+  const callback_scope here;
   auto& task = *static_cast<host_task*>(data);
-  running = true;
   try {
     task.function();
   } catch (const std::exception& failure) {
@@ -32,10 +42,10 @@ void CUDA_CB run(void* data) {
     log().error("a host function on a stream threw an unknown exception");
     task.failures->add(task.stream, std::current_exception());
   }
-  running = false;
 }
 
 void CUDA_CB destroy(void* data) {
+  const callback_scope here;
   delete static_cast<host_task*>(data);
 }
 

@@ -34,7 +34,7 @@ class host_failures {
 void launch_host_function(const cuda_api& api, native_stream stream, std::function<void()> function,
                           std::shared_ptr<host_failures> failures);
 
-/// Whether the calling thread is running such a function.
+/// Whether the calling thread is running such a function, or destroying one.
 bool in_host_function() noexcept;
 
 /// Whether and into which graph the stream is captured.

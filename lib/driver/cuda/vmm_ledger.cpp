@@ -171,6 +171,20 @@ void vmm_ledger::check_access(address at, std::size_t bytes, bool by_cpu) const 
   }
 }
 
+void vmm_ledger::check_work(address at, std::size_t bytes, std::string_view doing) const {
+  const std::lock_guard lock(mutex_);
+  auto next = containing(mappings_, at, [](const mapping_entry& entry) { return entry.bytes; });
+  if (next == mappings_.end()) return;  // memory of another kind
+  for (address reached = next->first + next->second.bytes; reached - at < bytes;) {
+    if (++next == mappings_.end() || next->first != reached) {
+      throw invalid_argument(fmt::format("cannot {} {}: nothing is mapped from {} on", doing,
+                                         span_text(at, bytes), format_address(reached)),
+                             "map the range and set access first");
+    }
+    reached += next->second.bytes;
+  }
+}
+
 std::size_t vmm_ledger::bytes_in_mapping(address at, std::size_t most) const {
   const std::lock_guard lock(mutex_);
   const auto after = mappings_.upper_bound(at);

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string_view>
 #include <unordered_map>
 
 namespace evmm {
@@ -53,6 +54,9 @@ class vmm_ledger {
   /// Throws unless [at, at + bytes) is fully mapped and ends on mapping boundaries, and, when
   /// `by_cpu`, unless all of it is host memory.
   void check_access(address at, std::size_t bytes, bool by_cpu) const;
+  /// Throws when [at, at + bytes) begins in a mapping and ends where nothing is mapped: CUDA looks
+  /// at the first byte alone.
+  void check_work(address at, std::size_t bytes, std::string_view doing) const;
   /// Bytes from `at` to the end of the mapping that holds it, at most `most`, which is also the
   /// answer for an address in no mapping.
   std::size_t bytes_in_mapping(address at, std::size_t most) const;

@@ -374,6 +374,10 @@ allocation_handle memory_table::import_fabric(const fabric_handle& shared,
 
 std::optional<std::string> memory_table::why_untouchable(address at, std::size_t bytes,
                                                          access_kind need) const {
+  if (bytes > std::numeric_limits<address>::max() - at) {
+    return fmt::format("{} bytes at {} go past the end of the addresses", bytes,
+                       format_address(at));
+  }
   const std::lock_guard lock(mutex_);
   const auto past = ranges_.lower_bound(at + bytes);
   if (past == ranges_.begin()) return std::nullopt;
