@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "comm/message_head.hpp"
 #include "comm/thread_link.hpp"
+#include "comm/wire.hpp"
 #include "tests/support/channel_cases.hpp"
 #include "tests/support/fault_driver.hpp"
 #include "tests/support/patterns.hpp"
@@ -164,6 +166,40 @@ TEST(symmetric_channel, a_driver_that_fails_breaks_it_and_frees_the_stream) {
     }
     at.ranks->barrier("test: rank 0 is through");
   });
+}
+
+/// A rank whose region is larger, or was before it shrank.
+TEST(symmetric_channel, what_is_meant_for_bytes_that_are_not_there_is_named) {
+  for (const bool signal : {false, true}) {
+    const auto office = std::make_shared<post_office>(2);
+    run_hosts("ab", [&](const rank_context& at) {
+      auto region = at.make();
+      region.grow(tier::device, at.granule());
+      const rank_id me = at.ranks->rank();
+      symmetric_channel channel(region, {.link = std::make_shared<thread_link>(me, office)});
+      const native_stream stream = at.on->create_stream(at.device);
+      if (me == rank_id{0}) {
+        at.ranks->set_timeout(milliseconds(200));
+        message_head head{.offset = signal ? 0 : region.size(), .bytes = 0};
+        if (!signal) head.bytes = 64;
+        if (signal) head.signals = message_head::data;
+        if (signal) head.signal_offset = region.size() + 8;
+        office->post(me, {rank_id{1}, wire_writer().put(head).take()});
+        channel.signal(me, {0, 1}, stream);  // any call tells the channel of the timeout
+        std::string said;
+        while (said.empty()) said = thrown_by([&] { channel.check(); });
+        EXPECT_EQ(said.find(signal ? "peer_error: rank 1 uses 8 bytes at offset 2097160 of this "
+                                     "rank's part, which has 2097152;"
+                                   : "peer_error: rank 1 uses 64 bytes at offset 2097152 of this "
+                                     "rank's part, which has 2097152;"),
+                  0u)
+            << said;
+        at.ranks->set_timeout(milliseconds(20'000));
+      }
+      at.on->destroy_stream(stream);
+      at.ranks->barrier("test: rank 0 has seen it");
+    });
+  }
 }
 
 /// Rank 1 fails at one call after the other until it has all that a channel needs.
