@@ -15,9 +15,9 @@ namespace evmm {
 template <class Body>
 void symmetric_channel::state::whole(native_stream stream, Body&& body) {
   try {
-    on.wait(stream, latest.get());
+    on.wait(stream, latest->get());
     body();
-    on.record(latest.get(), stream);
+    on.record(latest->get(), stream);
   } catch (...) {
     engine->fail(describe_error(std::current_exception()));
     throw;
@@ -131,9 +131,9 @@ void symmetric_channel::state::compare_blocks(std::span<const outgoing_block> ou
 void symmetric_channel::state::all_to_all_v(std::span<const outgoing_block> out,
                                             std::span<const incoming_block> in,
                                             native_stream stream) {
-  check_call(stream);
   std::exception_ptr wrong;
   try {
+    check_call(stream);
     check_blocks(out, in);
   } catch (...) {
     wrong = std::current_exception();

@@ -8,6 +8,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace evmm {
@@ -20,6 +21,7 @@ struct channel_engine::operation {
   bool reached = false;
   clock::time_point since = {};  ///< when the stream got here; later, when it was last let go
 
+  bool got_here() const { return load_word(slot->reached) >= ticket; }
   bool passed() const { return load_word(slot->passed) >= ticket; }
   void release() { store_word(slot->released, ticket); }
 };
@@ -156,8 +158,7 @@ void channel_engine::run() {
       rest.spend();
     }
   }
-  for (operation& each : under_way_) each.release();
-  retire();
+  leave();
 }
 
 bool channel_engine::advance() {
@@ -171,7 +172,7 @@ bool channel_engine::advance() {
 
 bool channel_engine::advance(operation& each, clock::time_point now) {
   if (!each.reached) {
-    if (load_word(each.slot->reached) < each.ticket) return false;
+    if (!each.got_here()) return false;
     each.reached = true;
     each.since = now;
   }
@@ -208,6 +209,26 @@ bool channel_engine::advance(operation& each, clock::time_point now) {
   return false;
 }
 
+/// Streams that wait are let go, as long as they come to further waits: what those are for may be
+/// unmapped next. One that is held up by other work is not waited for.
+void channel_engine::leave() {
+  constexpr milliseconds most{1000};
+  constexpr milliseconds quiet{2};
+  patience rest;
+  const auto begun = clock::now();
+  auto seen = begun;  // a stream that waits
+  for (auto now = begun; !under_way_.empty() && now - begun < most && now - seen < quiet;
+       now = clock::now()) {
+    let_go();
+    const bool moved = retire();
+    if (moved || std::any_of(under_way_.begin(), under_way_.end(),
+                             [](const operation& each) { return each.got_here(); })) {
+      seen = now;
+    }
+    rest.spend();
+  }
+}
+
 bool channel_engine::retire() {
   const auto before = under_way_.size();
   for (auto each = under_way_.begin(); each != under_way_.end();) {
@@ -228,10 +249,8 @@ void channel_engine::let_go() {
   for (operation& each : under_way_) {
     each.release();
     const auto* const wait = std::get_if<awaited_word>(&each.what);
-    if (wait == nullptr || load_word(each.slot->reached) < each.ticket ||
-        now - each.since < pause) {
-      continue;
-    }
+    // A word that has let its stream pass may be higher by now.
+    if (wait == nullptr || !each.got_here() || each.passed() || now - each.since < pause) continue;
     each.since = now;
     log_failure("letting a stream go",
                 [&] { on_.store_word(wait->word, wait->least, rescue_stream_); });

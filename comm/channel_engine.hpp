@@ -85,6 +85,7 @@ class channel_engine {
   bool advance(operation& each, clock::time_point now);
   bool retire();
   void let_go();
+  void leave();
   bool failed() const { return failed_.load(std::memory_order_acquire); }
 
   driver& on_;

@@ -46,6 +46,7 @@ struct symmetric_channel::state {
   void all_to_all_v(std::span<const outgoing_block> out, std::span<const incoming_block> in,
                     native_stream stream);
   void close();
+  channel_statistics statistics() const;
 
   /// One of the channel's own words in the part of `of`, which ranks of this node reach.
   address word_address(rank_id of, word kind, rank_id sender) const;
@@ -87,7 +88,7 @@ struct symmetric_channel::state {
   std::uint64_t barriers = 0;
   std::uint64_t barrier_words = 0;
   std::uint64_t exchanges = 0;
-  scoped_event latest;  ///< behind the last call of all ranks
+  std::optional<scoped_event> latest;  ///< behind the last call of all ranks
   bool closed = false;
 };
 

@@ -3,6 +3,7 @@
 
 #include "lib/memory/copier.hpp"
 
+#include <algorithm>
 #include <chrono>
 #include <exception>
 #include <optional>
@@ -32,12 +33,15 @@ std::chrono::milliseconds time_for(std::size_t bytes) {
   return a_gibibyte * (1 + (bytes >> 30));
 }
 
+/// What a bootstrap takes at most.
+constexpr std::chrono::hours k_longest_timeout{7 * 24};
+
 /// A longer deadline for the duration of a change.
 class patience {
  public:
   patience(bootstrap& ranks, std::chrono::milliseconds more)
       : ranks_(ranks), before_(ranks.timeout()) {
-    ranks_.set_timeout(before_ + more);
+    ranks_.set_timeout(std::min<std::chrono::milliseconds>(before_ + more, k_longest_timeout));
   }
   patience(const patience&) = delete;
   patience& operator=(const patience&) = delete;

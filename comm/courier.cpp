@@ -302,23 +302,28 @@ bool courier::advance() {
 void courier::check_deadlines(clock::time_point now, std::chrono::milliseconds patience) const {
   const auto late = [&](clock::time_point since) { return now - since >= patience; };
   const double seconds = std::chrono::duration<double>(patience).count();
+  const char* const help = "see what became of it; EVMM_TIMEOUT_MS or set_timeout allows more time";
   for (const parcel& sent : sending_) {
     if (!late(sent.since)) continue;
     throw timed_out(fmt::format("rank {} has not taken a message of {} within {:.1f} s",
                                 sent.to.value, format_bytes(sent.message().size()), seconds),
-                    "see what became of it; EVMM_TIMEOUT_MS or set_timeout allows more time");
+                    help);
   }
   for (const delivery& message : receiving_) {
     if (!late(message.since)) continue;
     if (!message.complete) {
       throw timed_out(fmt::format("a message of rank {} did not arrive within {:.1f} s",
-                                  message.from.value, seconds));
+                                  message.from.value, seconds),
+                      help);
     }
     const message_head head = message.head();
     if (own_.reach(head)) continue;
-    throw peer_error(fmt::format("rank {} uses offset {} of this rank's part, which has {} bytes",
-                                 message.from.value, head.offset, own_.data.size.load()),
-                     "change a region on all ranks, and use what it had only before");
+    const bool signal = own_.data.holds(head.offset, head.bytes);
+    throw peer_error(
+        fmt::format("rank {} uses {} bytes at offset {} of this rank's part, which has {}",
+                    message.from.value, signal ? sizeof(std::uint64_t) : head.bytes,
+                    signal ? head.signal_offset : head.offset, own_.data.size.load()),
+        "change a region on all ranks, and use what it had only before");
   }
   if (large_) large_->check_deadlines(now, patience);
 }

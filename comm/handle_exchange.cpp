@@ -43,6 +43,12 @@ void require_one_user(const bootstrap& job, const std::vector<announcement>& eve
   }
 }
 
+/// Half of a step's time, so that a rank which finds a peer missing still meets the others in
+/// agree.
+bootstrap::milliseconds time_for_a_part(const bootstrap& job) {
+  return std::max(job.timeout() / 2, bootstrap::milliseconds(1));
+}
+
 /// One peer's side of one exchange.
 struct talk {
   std::size_t node_rank = 0;
@@ -286,8 +292,7 @@ handle_exchange::handle_exchange(std::shared_ptr<bootstrap> ranks, std::shared_p
     fabric = fabric && announced.fabric != 0;
   }
   if (fabric) state_->transport = share_kind::fabric;
-  // Half of the time, so that a rank which finds a peer missing still meets the others in agree.
-  const auto patience = std::max(job.timeout() / 2, bootstrap::milliseconds(1));
+  const auto patience = time_for_a_part(job);
   try {
     state_->links = connect_node(listening, node, static_cast<std::size_t>(job.node_rank()), secret,
                                  clock::now() + patience, patience);
@@ -312,7 +317,7 @@ std::vector<std::vector<physical_memory>> handle_exchange::exchange(
   conversation now(*self.on, self.links, node, ++self.sequence, node.size());
   if (now.alone()) return memory_lists(node.size());
   try {
-    now.run(mine, self.transport, self.ranks->timeout());
+    now.run(mine, self.transport, time_for_a_part(*self.ranks));
   } catch (...) {
     self.give_up(describe_error(std::current_exception()));
     throw;

@@ -69,8 +69,11 @@ MPI_Comm duplicate(MPI_Comm of, std::chrono::milliseconds timeout) {
     if (std::chrono::steady_clock::now() >= deadline) {
       any_lost = true;
       static_cast<void>(made.release());
-      throw timed_out("not all ranks of the communicator came to make_mpi_bootstrap",
-                      "it is collective; EVMM_TIMEOUT_MS allows more time");
+      throw timed_out(fmt::format("not all ranks of the communicator came to be in its duplicate "
+                                  "within {} ms",
+                                  timeout.count()),
+                      "make_mpi_bootstrap and make_link are collective; EVMM_TIMEOUT_MS allows "
+                      "more time");
     }
     wait.spend();
   }

@@ -230,10 +230,12 @@ void nccl_communicator::state::adopt(ncclComm* theirs) {
 
 void nccl_communicator::state::close() {
   if (closed) return;
-  agree_on(*ranks, "nccl_communicator: close", [&] {
+  agree_on(*ranks, "nccl_communicator: may close", [&] {
     check_bare();
+    if (ours) check_usable();
+  });
+  agree_on(*ranks, "nccl_communicator: close", [&] {
     if (!ours) return;
-    check_usable();
     collective_call("ncclCommFinalize", [&] { return api.comm_finalize(comm); });
     call("ncclCommDestroy", api.comm_destroy(comm));
     comm = nullptr;

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "comm/collective_change.hpp"
 #include "comm/nccl_gin.hpp"
 #include "comm/nccl_state.hpp"
 #include "comm/nccl_transfers.hpp"
@@ -84,7 +85,11 @@ class nccl_link final : public node_link {
       }
     }
     if (port != nullptr) {
-      return std::make_unique<put_exchange>(region, std::move(port), std::move(plain));
+      std::unique_ptr<node_exchange> made;
+      agree_on(*over_->ranks, "nccl_link: exchange by puts", [&] {
+        made = std::make_unique<put_exchange>(region, std::move(port), std::move(plain));
+      });
+      return made;
     }
     plain->explain(std::move(why));
     log().info("rank {}: exchanges between nodes go by {}", over_->ranks->rank().value,
@@ -126,9 +131,9 @@ std::shared_ptr<node_link> make_nccl_link(const nccl_communicator& over,
     throw invalid_argument("an NCCL link needs another one for its messages",
                            "bootstrap::make_link() gives the bootstrap's own");
   }
-  if (options.large_piece == 0) {
+  if (options.large > 0 && options.large_piece == 0) {
     throw invalid_argument("nccl_link_options::large_piece is 0; it takes 1 or more",
-                           "nccl_link_options::large of 0 leaves all to messages");
+                           "nccl_link_options::large = 0 leaves large puts and gets to messages");
   }
   return std::make_shared<nccl_link>(over.shared(), std::move(messages), options);
 }

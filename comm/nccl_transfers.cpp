@@ -38,16 +38,17 @@ class transfer_queue {
     transfer id{};
   };
 
-  transfer_queue(const nccl_communicator::state& like, device_id device)
+  /// Collective.
+  transfer_queue(const nccl_communicator::state& like, device_id device, native_stream stream)
       : on_(*like.on),
         device_(device),
-        stream_(on_, device),
+        stream_(stream),
         nccl_(like.ranks, like.on, {.device = device}) {}
   transfer_queue(const transfer_queue&) = delete;
   transfer_queue& operator=(const transfer_queue&) = delete;
   /// Sends itself a word, so that the kernel is loaded while no stream waits for it.
   void warm_up() {
-    const address words = on_.allocate_async(device_, 2 * sizeof(std::uint64_t), stream_.get());
+    const address words = on_.allocate_async(device_, 2 * sizeof(std::uint64_t), stream_);
     const auto self = nccl_.ranks().rank();
     nccl_communicator::state& nccl = *nccl_.shared();
     try {
@@ -57,23 +58,23 @@ class transfer_queue {
       auto* const to = from + sizeof(std::uint64_t);
       nccl.collective_call("the first ncclSend and ncclRecv", [&] {
         api.group_start();
-        api.send(from, sizeof(std::uint64_t), nccl_int8, self.value, nccl.comm, stream_.get());
-        api.receive(to, sizeof(std::uint64_t), nccl_int8, self.value, nccl.comm, stream_.get());
+        api.send(from, sizeof(std::uint64_t), nccl_int8, self.value, nccl.comm, stream_);
+        api.receive(to, sizeof(std::uint64_t), nccl_int8, self.value, nccl.comm, stream_);
         return api.group_end();
       });
       nccl.or_break([&] {
-        nccl.wait_until("the first ncclSend and ncclRecv", [&] { return on_.idle(stream_.get()); });
+        nccl.wait_until("the first ncclSend and ncclRecv", [&] { return on_.idle(stream_); });
       });
     } catch (...) {
-      log_failure("freeing words", [&] { on_.free_async(words, stream_.get()); });
+      log_failure("freeing words", [&] { on_.free_async(words, stream_); });
       throw;
     }
-    on_.free_async(words, stream_.get());
+    on_.free_async(words, stream_);
   }
   void close() { nccl_.close(); }
 
   void add(const call& next, native_event after) {
-    on_.wait(stream_.get(), after);
+    on_.wait(stream_, after);
     waiting_.push_back(next);
     advance();
   }
@@ -106,7 +107,7 @@ class transfer_queue {
       nccl.call(doing(), nccl.api.async_error(nccl.comm, &now));
       nccl.call(doing(), now);
       if (now == nccl_in_progress) return;
-      on_.record(begun_.back().over.get(), stream_.get());
+      on_.record(begun_.back().over.get(), stream_);
       begun_.back().recorded = true;
       starting_ = false;
     }
@@ -119,15 +120,15 @@ class transfer_queue {
     const device_scope current(on_, device_);
     auto* const at = reinterpret_cast<std::byte*>(next.at);
     nccl.call(doing(), next.send ? nccl.api.send(at, next.bytes, nccl_int8, next.peer.value,
-                                                 nccl.comm, stream_.get())
+                                                 nccl.comm, stream_)
                                  : nccl.api.receive(at, next.bytes, nccl_int8, next.peer.value,
-                                                    nccl.comm, stream_.get()));
+                                                    nccl.comm, stream_));
   }
   const char* doing() const { return sends_ ? "ncclSend" : "ncclRecv"; }
 
   driver& on_;
   device_id device_;
-  scoped_stream stream_;
+  native_stream stream_;
   std::deque<call> waiting_;
   std::list<begun> begun_;
   bool starting_ = false;   ///< NCCL is at the last of `begun_`
@@ -135,15 +136,23 @@ class transfer_queue {
   nccl_communicator nccl_;  ///< goes first
 };
 
+struct queue_streams {
+  queue_streams(driver& on, device_id device) : upward(on, device), downward(on, device) {}
+  scoped_stream upward;
+  scoped_stream downward;
+};
+
 class nccl_transfers final : public large_transfers {
  public:
-  nccl_transfers(const nccl_communicator::state& like, device_id device, std::size_t least,
-                 std::size_t most)
+  /// Collective.
+  nccl_transfers(const nccl_communicator::state& like, device_id device,
+                 std::unique_ptr<const queue_streams> streams, std::size_t least, std::size_t most)
       : me_(like.ranks->rank()),
         least_(least),
         most_(most),
-        upward_(like, device),
-        downward_(like, device) {
+        streams_(std::move(streams)),
+        upward_(like, device, streams_->upward.get()),
+        downward_(like, device, streams_->downward.get()) {
     agree_on(*like.ranks, "nccl_transfers: the first kernel", [&] { upward_.warm_up(); });
   }
 
@@ -178,6 +187,7 @@ class nccl_transfers final : public large_transfers {
   std::size_t least_;
   std::size_t most_;
   std::uint64_t next_ = 0;
+  std::unique_ptr<const queue_streams> streams_;
   transfer_queue upward_;
   transfer_queue downward_;
 };
@@ -187,7 +197,10 @@ class nccl_transfers final : public large_transfers {
 std::unique_ptr<large_transfers> make_nccl_transfers(const nccl_communicator::state& like,
                                                      device_id device, std::size_t least,
                                                      std::size_t most) {
-  return std::make_unique<nccl_transfers>(like, device, least, most);
+  std::unique_ptr<const queue_streams> streams;
+  agree_on(*like.ranks, "nccl_transfers: streams",
+           [&] { streams = std::make_unique<const queue_streams>(*like.on, device); });
+  return std::make_unique<nccl_transfers>(like, device, std::move(streams), least, most);
 }
 
 }  // namespace evmm

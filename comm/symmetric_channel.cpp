@@ -70,9 +70,11 @@ symmetric_channel::state::state(symmetric_region& over, const channel_options& o
       on(over.on()),
       ranks(over.ranks()),
       check_counts(options.check_counts),
-      link(options.link),
-      latest(on, region.device()) {
-  agree_on(ranks, "symmetric_channel: options", [&] { check_options(options); });
+      link(options.link) {
+  agree_on(ranks, "symmetric_channel: options", [&] {
+    check_options(options);
+    latest.emplace(on, region.device());
+  });
   const auto given =
       ranks.all_gather_value(shared_options{options.chunk_bytes, options.check_counts,
                                             options.large, options.link != nullptr},
@@ -145,6 +147,7 @@ void symmetric_channel::state::close() {
   } catch (...) {
     failure = std::current_exception();
   }
+  counts = statistics();
   engine.reset();
   if (failure == nullptr && transfers != nullptr) {  // so it is on all ranks
     try {
@@ -216,6 +219,17 @@ void symmetric_channel::state::count(channel_path path, std::size_t bytes) {
                 : path == channel_path::direct ? counts.direct_bytes
                                                : counts.link_bytes;
   total += bytes;
+}
+
+channel_statistics symmetric_channel::state::statistics() const {
+  channel_statistics now = counts;
+  if (far != nullptr) now.exchange = far->way();
+  if (const courier* const mail = engine ? engine->mail() : nullptr) {
+    now.link_messages = mail->messages_sent();
+    now.link_messages_received = mail->messages_received();
+    now.link_bytes_received = mail->bytes_received();
+  }
+  return now;
 }
 
 void symmetric_channel::state::put(rank_id to, std::size_t offset, std::span<const std::byte> from,
@@ -295,14 +309,7 @@ channel_path symmetric_channel::path_to(rank_id rank) const {
   return state_->path(rank);
 }
 channel_statistics symmetric_channel::statistics() const {
-  channel_statistics counts = state_->counts;
-  if (state_->far != nullptr) counts.exchange = state_->far->way();
-  if (const courier* const mail = state_->engine ? state_->engine->mail() : nullptr) {
-    counts.link_messages = mail->messages_sent();
-    counts.link_messages_received = mail->messages_received();
-    counts.link_bytes_received = mail->bytes_received();
-  }
-  return counts;
+  return state_->statistics();
 }
 void symmetric_channel::put(rank_id to, std::size_t offset, std::span<const std::byte> from,
                             native_stream stream) {

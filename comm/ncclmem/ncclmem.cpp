@@ -38,10 +38,16 @@ const stand_in& process_stand_in() {
   return *made;
 }
 
-/// NCCL's own function, which comes after this library in the order of search.
+/// NCCL's own function, which comes after this library in the order of search, or is in none: as
+/// Python loads modules, what their libraries bring is nobody else's.
 template <class Function>
 Function nccls_own(const char* name) {
-  return reinterpret_cast<Function>(::dlsym(RTLD_NEXT, name));
+  void* found = ::dlsym(RTLD_NEXT, name);
+  if (found == nullptr) {
+    void* const nccl = ::dlopen("libnccl.so.2", RTLD_NOW | RTLD_NOLOAD);
+    if (nccl != nullptr) found = ::dlsym(nccl, name);
+  }
+  return reinterpret_cast<Function>(found);
 }
 
 int no_nccl(const char* name) {

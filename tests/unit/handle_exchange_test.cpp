@@ -164,7 +164,7 @@ TEST(handle_exchange, names_a_rank_that_left) {
 TEST(handle_exchange, names_a_rank_that_stays_away) {
   auto met = make_thread_bootstraps(4);
   on_connected_ranks(make_thread_bootstraps(4), [&met](rank_here self) {
-    self.ranks.set_timeout(std::chrono::milliseconds(300));
+    self.ranks.set_timeout(std::chrono::milliseconds(600));
     const int rank = self.ranks.rank().value;
     if (rank != 2) {
       EXPECT_THAT(thrown_by([&] { self.exchange.exchange({}); }),
@@ -177,6 +177,27 @@ TEST(handle_exchange, names_a_rank_that_stays_away) {
       EXPECT_THAT(thrown_by([&] { self.exchange.exchange({}); }),
                   StartsWith("timed_out: rank 2 did not arrive"));
     }
+  });
+}
+
+/// Ranks of other nodes wait in the step after the exchange.
+TEST(handle_exchange, a_rank_that_stays_away_is_told_from_those_that_wait_for_it) {
+  const auto there = make_thread_bootstraps(3);
+  on_connected_ranks(make_thread_bootstraps(3, {"a", "a", "b"}), [&](rank_here self) {
+    self.ranks.set_timeout(std::chrono::milliseconds(600));
+    const int rank = self.ranks.rank().value;
+    if (rank != 1) {
+      std::exception_ptr failure;
+      try {
+        self.exchange.exchange({});
+      } catch (...) {
+        failure = std::current_exception();
+      }
+      EXPECT_EQ(failure != nullptr, rank == 0);
+      EXPECT_THAT(thrown_by([&] { self.ranks.agree(failure, "after"); }),
+                  StartsWith("timed_out: rank 1 did not arrive in agree 'after'"));
+    }
+    there[static_cast<std::size_t>(rank)]->barrier();
   });
 }
 

@@ -7,7 +7,9 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <optional>
 #include <string>
+#include <utility>
 
 namespace evmm::test {
 namespace {
@@ -154,6 +156,44 @@ TEST(nccl_communicator, is_not_closed_under_its_windows) {
     }
     on.close();
   });
+}
+
+TEST(nccl_communicator, is_not_closed_under_a_window_of_one_rank) {
+  const nccl_fixture fake({.version = 23007});
+  run_nccl_ranks(
+      2,
+      [](const rank_context& at) {
+        nccl_communicator on(at.ranks, at.on);
+        auto region = at.make();
+        region.grow(tier::device, 2_MiB);
+        std::optional<nccl_window> window(std::in_place, on, region);
+        if (at.ranks->rank() == rank_id{0}) window.reset();
+        EXPECT_THAT(thrown_by_all(*at.ranks, [&] { on.close(); }),
+                    StartsWith("invalid_argument: rank 1: 1 window"));
+        window.reset();
+        EXPECT_EQ(thrown_by_all(*at.ranks, [&] { on.close(); }), "");
+      },
+      std::chrono::milliseconds(3000));
+}
+
+TEST(nccl_communicator, a_rank_without_room_for_a_window_is_told_to_all) {
+  const nccl_fixture fake({.version = 23007});
+  const scoped_variable stride("NCCL_WIN_STRIDE", "1");  // one unit
+  run_nccl_ranks(
+      2,
+      [](const rank_context& at) {
+        nccl_communicator on(at.ranks, at.on);
+        auto region = at.make({.reserve = 8_GiB});
+        region.grow(tier::host, 3_GiB);
+        std::optional<nccl_window> first(std::in_place, on, region);
+        if (at.ranks->rank() == rank_id{0}) first.reset();
+        EXPECT_THAT(thrown_by_all(*at.ranks, [&] { nccl_window(on, region); }),
+                    AllOf(StartsWith("unsupported: rank 1: "), HasSubstr("NCCL_WIN_STRIDE")));
+        first.reset();
+        EXPECT_EQ(thrown_by_all(*at.ranks, [&] { nccl_window(on, region); }), "");
+        on.close();
+      },
+      std::chrono::milliseconds(3000));
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 // or some on one, and a fake NCCL whose sends and receives hold their streams as NCCL's do.
 #include "tests/support/channel_bench.hpp"
 #include "tests/support/fake_gin_kernels.hpp"
+#include "tests/support/fault_driver.hpp"
 #include "tests/support/forwarding_driver.hpp"
 #include "tests/support/nccl_ranks.hpp"
 
@@ -132,15 +133,6 @@ TEST(large_transfers, a_rank_that_leaves_them_to_messages_says_so_for_all) {
   });
 }
 
-TEST(large_transfers, pieces_of_nothing_are_refused) {
-  run_large({}, [](const rank_context& at) {
-    nccl_communicator nccl(at.ranks, at.on);
-    EXPECT_THAT(thrown_by([&] { make_nccl_link(nccl, at.ranks->make_link(), {.large_piece = 0}); }),
-                HasSubstr("large_piece is 0"));
-    nccl.close();
-  });
-}
-
 /// Kernels reach nothing of it, as of ordinary memory on CUDA.
 class unreached final : public forwarding_driver {
  public:
@@ -199,6 +191,50 @@ TEST(large_transfers, whoever_moves_what_to_whom_none_waits_in_a_circle) {
     }
     EXPECT_EQ(b.channel.statistics().large_bytes, b.channel.statistics().link_bytes);
     for (const native_stream each : streams) at.on->destroy_stream(each);
+    b.finish();
+  });
+}
+
+/// Puts of all sizes to one place, one after the other, and a get of it: the last one is there.
+TEST(large_transfers, what_a_stream_puts_comes_in_its_order_whatever_its_size) {
+  run_large({.hosts = "abc"}, [](const rank_context& at) {
+    channel_bench b(at);
+    const auto n = static_cast<std::size_t>(b.ranks());
+    const auto me = static_cast<std::size_t>(b.me());
+    constexpr std::size_t most = 200'000;
+    std::mt19937 random(static_cast<unsigned>(me));
+    b.clear_words(3_MiB, 2 * n);
+    // Sources are changed as soon as the stream allows.
+    std::vector<std::vector<std::byte>> got(n, std::vector<std::byte>(most));
+    for (std::uint64_t round = 1; round <= 40; ++round) {
+      for (std::size_t i = 1; i < n; ++i) {
+        const std::size_t peer = (me + i) % n;
+        const rank_id to{static_cast<int>(peer)};
+        const std::size_t place = (1 + me) * 256_KiB;
+        std::size_t bytes = 0;
+        std::byte last{};
+        std::vector<std::byte> expected(most);
+        for (int turn = 0; turn < 4; ++turn) {
+          bytes = random() % 2 == 0 ? random() % 8_KiB : random() % most;
+          last = static_cast<std::byte>(random());
+          std::fill_n(expected.begin(), bytes, last);
+          if (turn == 0) {
+            at.on->fill(b.own(0), std::byte{0}, most, b.stream);
+            b.channel.put(to, place, b.part(0, most), b.stream);
+          }
+          at.on->fill(b.own(0), last, bytes, b.stream);
+          if (turn < 3) {
+            b.channel.put(to, place, b.part(0, bytes), b.stream);
+          } else {
+            b.channel.put_signal(to, place, b.part(0, bytes), {3_MiB + 8 * me, round}, b.stream);
+          }
+        }
+        b.channel.get(to, place, got[peer], b.stream);
+        b.channel.synchronize(b.stream);
+        EXPECT_TRUE(got[peer] == expected) << "round " << round;
+      }
+      b.channel.barrier(b.stream);
+    }
     b.finish();
   });
 }
@@ -298,6 +334,47 @@ TEST(large_transfers, a_communicator_that_does_not_start_fails_the_channel_on_al
     EXPECT_THAT(thrown_by([&] { symmetric_channel(region, {.link = link}); }),
                 HasSubstr("ncclCommInitRankConfig"));
     region.close();
+  });
+}
+
+/// Rank 1 fails at one call after the other until it has all that they need.
+TEST(large_transfers, a_rank_that_cannot_have_them_fails_the_channel_on_all) {
+  run_large({}, [](const rank_context& at) {
+    const auto faulty = fault_driver::make(at.on);
+    symmetric_region region(at.ranks, faulty, {.reserve = 64_MiB});
+    region.grow(tier::device, at.granule());
+    const nccl_communicator nccl(at.ranks, faulty);
+    const auto link = make_nccl_link(nccl, at.ranks->make_link(), k_link);
+    const bool fails = at.ranks->rank() == rank_id{1};
+    for (const driver_call kind : {driver_call::create_stream, driver_call::create_event}) {
+      for (std::size_t nth = 0;; ++nth) {
+        if (fails) faulty->fail_call(kind, nth);
+        std::optional<symmetric_channel> made;
+        const auto said =
+            thrown_by_all(*at.ranks, [&] { made.emplace(region, channel_options{.link = link}); });
+        const bool failed = at.ranks->all_gather_value(fails && faulty->disarm())[1];
+        if (made) made->close();
+        if (!failed) {
+          EXPECT_EQ(said, "");
+          break;
+        }
+        EXPECT_THAT(said, HasSubstr("fails because a test said so"));
+      }
+    }
+    region.close();
+  });
+}
+
+TEST(large_transfers, pieces_of_nothing_are_refused) {
+  run_large({}, [](const rank_context& at) {
+    nccl_communicator nccl(at.ranks, at.on);
+    const auto link = [&](const nccl_link_options& options) {
+      return thrown_by([&] { make_nccl_link(nccl, at.ranks->make_link(), options); });
+    };
+    EXPECT_THAT(link({.large_piece = 0}),
+                StartsWith("invalid_argument: nccl_link_options::large_piece is 0"));
+    EXPECT_EQ(link({.large = 0, .large_piece = 0}), "");
+    nccl.close();
   });
 }
 

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "comm/message_head.hpp"
 #include "comm/thread_link.hpp"
+#include "comm/wire.hpp"
 #include "tests/support/channel_cases.hpp"
 #include "tests/support/fault_driver.hpp"
 #include "tests/support/patterns.hpp"
+#include "tests/support/scoped_capture.hpp"
 #include "tests/support/thread_ranks.hpp"
 
 #include <evmm/comm/symmetric_channel.hpp>
@@ -20,6 +23,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <vector>
 
@@ -161,6 +165,136 @@ TEST(symmetric_channel, a_driver_that_fails_breaks_it_and_frees_the_stream) {
       at.on->destroy_stream(stream);
     }
     at.ranks->barrier("test: rank 0 is through");
+  });
+}
+
+/// A rank whose region is larger, or was before it shrank.
+TEST(symmetric_channel, what_is_meant_for_bytes_that_are_not_there_is_named) {
+  for (const bool signal : {false, true}) {
+    const auto office = std::make_shared<post_office>(2);
+    run_hosts("ab", [&](const rank_context& at) {
+      auto region = at.make();
+      region.grow(tier::device, at.granule());
+      const rank_id me = at.ranks->rank();
+      symmetric_channel channel(region, {.link = std::make_shared<thread_link>(me, office)});
+      const native_stream stream = at.on->create_stream(at.device);
+      if (me == rank_id{0}) {
+        at.ranks->set_timeout(milliseconds(200));
+        message_head head{.offset = signal ? 0 : region.size(), .bytes = 0};
+        if (!signal) head.bytes = 64;
+        if (signal) head.signals = message_head::data;
+        if (signal) head.signal_offset = region.size() + 8;
+        office->post(me, {rank_id{1}, wire_writer().put(head).take()});
+        channel.signal(me, {0, 1}, stream);  // any call tells the channel of the timeout
+        std::string said;
+        while (said.empty()) said = thrown_by([&] { channel.check(); });
+        EXPECT_EQ(said.find(signal ? "peer_error: rank 1 uses 8 bytes at offset 2097160 of this "
+                                     "rank's part, which has 2097152;"
+                                   : "peer_error: rank 1 uses 64 bytes at offset 2097152 of this "
+                                     "rank's part, which has 2097152;"),
+                  0u)
+            << said;
+        at.ranks->set_timeout(milliseconds(20'000));
+      }
+      at.on->destroy_stream(stream);
+      at.ranks->barrier("test: rank 0 has seen it");
+    });
+  }
+}
+
+/// Rank 1 fails at one call after the other until it has all that a channel needs.
+TEST_P(lost_peers, a_rank_that_cannot_make_a_channel_fails_it_on_all) {
+  run_hosts(GetParam(), [](const rank_context& outer) {
+    rank_context at = outer;
+    const auto faulty = fault_driver::make(outer.on);
+    at.on = faulty;
+    auto region = at.make();
+    region.grow(tier::device, at.granule());
+    const bool fails = at.ranks->rank() == rank_id{1};
+    for (const driver_call kind :
+         {driver_call::create_stream, driver_call::create_event, driver_call::allocate_pinned}) {
+      for (std::size_t nth = 0;; ++nth) {
+        const auto before = faulty->alive();
+        if (fails) faulty->fail_call(kind, nth);
+        std::optional<symmetric_channel> made;
+        const auto said =
+            thrown_by_all(*at.ranks, [&] { made.emplace(region, channel_options{.chunks = 2}); });
+        const bool failed = at.ranks->all_gather_value(fails && faulty->disarm())[1];
+        if (made) made->close();
+        made.reset();
+        auto after = faulty->alive();
+        after.descriptors = before.descriptors;  // the process's, and so of all ranks
+        EXPECT_EQ(after, before);
+        if (!failed) {
+          EXPECT_EQ(said, "");
+          break;
+        }
+        EXPECT_NE(said.find("fails because a test said so"), std::string::npos) << said;
+      }
+    }
+    region.close();
+  });
+}
+
+TEST_P(lost_peers, a_channel_that_goes_lets_streams_go) {
+  run_hosts(GetParam(), [](const rank_context& at) {
+    auto region = at.make();
+    region.grow(tier::device, at.granule());
+    std::optional<symmetric_channel> channel(std::in_place, region);
+    const native_stream stream = at.on->create_stream(at.device);
+    if (at.ranks->rank() == rank_id{0}) {
+      std::atomic<bool> there = false;
+      at.on->launch(stream, [&] { there = true; });
+      channel->wait_signal({1}, {64, 7}, stream);
+      channel->barrier(stream);
+      while (!there) std::this_thread::yield();
+    }
+    channel.reset();
+    const auto until = std::chrono::steady_clock::now() + milliseconds(5000);
+    while (!at.on->idle(stream) && std::chrono::steady_clock::now() < until) {
+      std::this_thread::yield();
+    }
+    EXPECT_TRUE(at.on->idle(stream));
+    at.ranks->barrier("test: rank 0's is gone");
+    at.on->destroy_stream(stream);
+  });
+}
+
+TEST(symmetric_channel, what_it_counted_can_be_asked_for_after_its_end) {
+  run_hosts("ab", [](const rank_context& at) {
+    auto region = at.make();
+    region.grow(tier::device, at.granule());
+    symmetric_channel channel(region);
+    const native_stream stream = at.on->create_stream(at.device);
+    channel.put({1 - at.ranks->rank().value}, 0, {region.local() + 4096, 4096}, stream);
+    channel.synchronize(stream);
+    channel.close();
+    EXPECT_EQ(channel.statistics().link_bytes, 4096u);
+    EXPECT_EQ(channel.statistics().link_bytes_received, 4096u);
+    EXPECT_GT(channel.statistics().link_messages_received, 0u);
+    at.on->destroy_stream(stream);
+    region.close();
+  });
+}
+
+TEST(symmetric_channel, a_rank_that_may_not_exchange_says_so_before_anything_moves) {
+  run_hosts("ab", [](const rank_context& at) {
+    auto region = at.make();
+    region.grow(tier::device, at.granule());
+    symmetric_channel channel(region, {.check_counts = true});
+    const native_stream stream = at.on->create_stream(at.device);
+    std::optional<scoped_capture> capture;
+    if (at.ranks->rank() == rank_id{1}) capture.emplace(*at.on, stream);
+    const std::vector<outgoing_block> out(2);
+    const std::vector<incoming_block> in(2);
+    const auto said = thrown_by_all(*at.ranks, [&] { channel.all_to_all_v(out, in, stream); });
+    EXPECT_EQ(said.find("unsupported: rank 1: a channel's calls cannot be captured"), 0u) << said;
+    capture.reset();
+    channel.all_to_all_v(out, in, stream);
+    channel.synchronize(stream);
+    at.on->destroy_stream(stream);
+    channel.close();
+    region.close();
   });
 }
 

@@ -11,6 +11,7 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cstdio>
 #include <functional>
 #include <memory>
@@ -237,6 +238,17 @@ TEST(symmetric_region, a_rank_that_leaves_does_not_hang_the_others) {
     const auto again = thrown_by([&] { region.grow(tier::device, 2_MiB); });
     EXPECT_EQ(again.find("peer_error"), 0u) << again;
     region.close();  // what is left can still be given back
+  });
+  for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
+}
+
+TEST(symmetric_region, changes_with_the_longest_timeout_too) {
+  const auto thrown = run_threads(2, [](const rank_context& at) {
+    auto region = at.make();
+    at.ranks->set_timeout(std::chrono::hours(7 * 24));
+    region.grow(tier::device, at.granule());
+    EXPECT_EQ(at.ranks->timeout(), std::chrono::hours(7 * 24));
+    region.close();
   });
   for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
 }

@@ -20,7 +20,7 @@ struct nccl_link_options {
   /// ncclRecv too: from GPU to GPU, not through staging memory. 0 leaves all to messages, on all
   /// ranks when one says so.
   std::size_t large = std::size_t{4} << 20;
-  /// What a rank receives at a time of a large put or get; the others' turns come between.
+  /// What a rank receives at a time of a large put or get, above 0; the others' turns come between.
   std::size_t large_piece = std::size_t{64} << 20;
 };
 

@@ -107,12 +107,14 @@ class symmetric_channel {
   explicit symmetric_channel(symmetric_region& region, const channel_options& options = {});
   symmetric_channel(symmetric_channel&&) noexcept;
   symmetric_channel& operator=(symmetric_channel&&) noexcept;
-  /// Local: gives up what is under way. Streams must be past their calls, or their page-locked
-  /// words are left to the process.
+  /// Local: gives up what is under way, and lets streams go that wait for it. Those that come to
+  /// their calls later would find nobody, and memory that is gone; their page-locked words are left
+  /// to the process.
   ~symmetric_channel();
 
   /// Collective: waits until all calls so far are carried out on all ranks, then ends the channel;
-  /// later calls are an invalid_argument. Throws what check() throws, ended all the same.
+  /// later calls are an invalid_argument, but for region() and statistics(). Throws what check()
+  /// throws, ended all the same.
   void close();
 
   symmetric_region& region() const noexcept;
