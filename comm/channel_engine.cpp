@@ -213,7 +213,7 @@ bool channel_engine::advance(operation& each, clock::time_point now) {
 /// unmapped next. One that is held up by other work is not waited for.
 void channel_engine::leave() {
   constexpr milliseconds most{1000};
-  constexpr milliseconds quiet{2};
+  constexpr milliseconds quiet{250};  // a stream may take so long from one wait to the next
   patience rest;
   const auto begun = clock::now();
   auto seen = begun;  // a stream that waits
