@@ -8,7 +8,6 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <utility>
 
 namespace evmm {
@@ -209,22 +208,15 @@ bool channel_engine::advance(operation& each, clock::time_point now) {
   return false;
 }
 
-/// Streams that wait are let go, as long as they come to further waits: what those are for may be
-/// unmapped next. One that is held up by other work is not waited for.
+/// Streams that wait are let go, and at their next waits again: what those are for may be unmapped
+/// next. One that is held up by other work is not waited for longer.
 void channel_engine::leave() {
-  constexpr milliseconds most{1000};
-  constexpr milliseconds quiet{250};  // a stream may take so long from one wait to the next
+  constexpr milliseconds most{2000};
   patience rest;
   const auto begun = clock::now();
-  auto seen = begun;  // a stream that waits
-  for (auto now = begun; !under_way_.empty() && now - begun < most && now - seen < quiet;
-       now = clock::now()) {
+  while (!under_way_.empty() && clock::now() - begun < most) {
     let_go();
-    const bool moved = retire();
-    if (moved || std::any_of(under_way_.begin(), under_way_.end(),
-                             [](const operation& each) { return each.got_here(); })) {
-      seen = now;
-    }
+    retire();
     rest.spend();
   }
 }
