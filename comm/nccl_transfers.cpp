@@ -46,6 +46,7 @@ class transfer_queue {
         nccl_(like.ranks, like.on, {.device = device}) {}
   transfer_queue(const transfer_queue&) = delete;
   transfer_queue& operator=(const transfer_queue&) = delete;
+
   /// Sends itself a word, so that the kernel is loaded while no stream waits for it.
   void warm_up() {
     const address words = on_.allocate_async(device_, 2 * sizeof(std::uint64_t), stream_);
