@@ -105,15 +105,30 @@ TEST_F(ledger_test, cpus_reach_host_memory_only) {
               HasSubstr("DEVICE 0 backs 4.0 MiB"));
 }
 
-TEST_F(ledger_test, a_span_is_cut_where_a_mapping_ends) {
+TEST_F(ledger_test, work_is_cut_where_memory_of_another_place_begins) {
   ledger.add_mapping(k_base, 4_MiB, k_one);
-  ledger.add_mapping(k_base + 4_MiB, 2_MiB, k_two);
-  EXPECT_EQ(ledger.bytes_in_mapping(k_base, 6_MiB), 4_MiB);
-  EXPECT_EQ(ledger.bytes_in_mapping(k_base + 1_MiB, 6_MiB), 3_MiB);
-  EXPECT_EQ(ledger.bytes_in_mapping(k_base + 1_MiB, 2_MiB), 2_MiB);
-  EXPECT_EQ(ledger.bytes_in_mapping(k_base + 4_MiB, 6_MiB), 2_MiB);
-  EXPECT_EQ(ledger.bytes_in_mapping(k_base + 6_MiB, 6_MiB), 6_MiB) << "in no mapping";
-  EXPECT_EQ(ledger.bytes_in_mapping(k_base - 8_MiB, 6_MiB), 6_MiB) << "ordinary memory";
+  ledger.add_mapping(k_base + 4_MiB, 4_MiB, k_one);
+  ledger.add_mapping(k_base + 8_MiB, 2_MiB, k_two);
+  EXPECT_EQ(ledger.check_work(k_base, 10_MiB, "copy"), 8_MiB);
+  EXPECT_EQ(ledger.check_work(k_base + 1_MiB, 9_MiB, "copy"), 7_MiB);
+  EXPECT_EQ(ledger.check_work(k_base + 1_MiB, 2_MiB, "copy"), 2_MiB);
+  EXPECT_EQ(ledger.check_work(k_base + 7_MiB, 2_MiB, "copy"), 1_MiB);
+  EXPECT_EQ(ledger.bytes_in_one_place(k_base + 1_MiB, 9_MiB), 7_MiB);
+  EXPECT_EQ(ledger.bytes_in_one_place(k_base + 8_MiB, 6_MiB), 2_MiB);
+  EXPECT_EQ(ledger.bytes_in_one_place(k_base + 10_MiB, 6_MiB), 6_MiB) << "in no mapping";
+  EXPECT_EQ(ledger.bytes_in_one_place(k_base - 8_MiB, 6_MiB), 6_MiB) << "ordinary memory";
+  EXPECT_EQ(ledger.check_work(k_base - 8_MiB, 6_MiB, "copy"), 6_MiB) << "ordinary memory";
+}
+
+TEST_F(ledger_test, work_that_runs_off_its_mappings_is_refused) {
+  ledger.add_mapping(k_base, 4_MiB, k_one);
+  ledger.add_mapping(k_base + 6_MiB, 2_MiB, k_two);
+  EXPECT_EQ(ledger.check_work(k_base, 4_MiB, "copy"), 4_MiB);
+  EXPECT_THAT(refusal([&] { ledger.check_work(k_base, 5_MiB, "copy to"); }),
+              HasSubstr("cannot copy to 5.0 MiB at 0x7f0000000000: nothing is mapped from "
+                        "0x7f0000400000 on"));
+  EXPECT_THAT(refusal([&] { ledger.check_work(k_base + 7_MiB, 2_MiB, "fill"); }),
+              HasSubstr("nothing is mapped from 0x7f0000800000 on"));
 }
 
 TEST_F(ledger_test, memory_is_held_until_the_last_handle_and_mapping_are_gone) {

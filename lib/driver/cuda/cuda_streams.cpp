@@ -134,20 +134,20 @@ void cuda_driver::copy(address to, address from, std::size_t bytes, native_strea
   if (bytes == 0) return;
   check_address(to, "copy to");
   check_address(from, "copy from");
-  ledger_.check_work(to, bytes, "copy to");
-  ledger_.check_work(from, bytes, "copy from");
+  std::size_t there = ledger_.check_work(to, bytes, "copy to");
+  std::size_t here = ledger_.check_work(from, bytes, "copy from");
   const auto current = context_scope::of(contexts_, stream);
   // Addresses are unified: the driver finds out which memory each is, but by the first byte alone.
-  // One copy over DEVICE and HOST_NUMA mappings crashes in it (580.159.04), so none spans two.
-  while (bytes > 0) {
-    const std::size_t piece = ledger_.bytes_in_mapping(from, ledger_.bytes_in_mapping(to, bytes));
+  // One copy over DEVICE and HOST_NUMA mappings crashes in it (580.159.04), so none spans both.
+  for (;;) {
+    const std::size_t piece = std::min(there, here);
     check(api_, api_.memcpy_async(to, from, piece, stream), [&] {
       return fmt::format("copy {} from {} to {}", format_bytes(piece), format_address(from),
                          format_address(to));
     });
-    to += piece;
-    from += piece;
-    bytes -= piece;
+    if ((bytes -= piece) == 0) return;
+    there = ledger_.bytes_in_one_place(to += piece, bytes);
+    here = ledger_.bytes_in_one_place(from += piece, bytes);
   }
 }
 
@@ -155,14 +155,13 @@ void cuda_driver::fill(address at, std::byte value, std::size_t bytes, native_st
   check_caller();
   if (bytes == 0) return;
   check_address(at, "fill");
-  ledger_.check_work(at, bytes, "fill");
+  std::size_t piece = ledger_.check_work(at, bytes, "fill");
   const auto current = context_scope::of(contexts_, stream);
-  while (bytes > 0) {  // as in copy
-    const std::size_t piece = ledger_.bytes_in_mapping(at, bytes);
+  for (;;) {  // as in copy
     check(api_, api_.memset_d8_async(at, std::to_integer<unsigned char>(value), piece, stream),
           [&] { return fmt::format("fill {} at {}", format_bytes(piece), format_address(at)); });
-    at += piece;
-    bytes -= piece;
+    if ((bytes -= piece) == 0) return;
+    piece = ledger_.bytes_in_one_place(at += piece, bytes);
   }
 }
 

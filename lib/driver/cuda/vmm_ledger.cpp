@@ -7,6 +7,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <iterator>
 #include <set>
 #include <utility>
@@ -19,13 +20,21 @@ std::string span_text(address at, std::size_t bytes) {
   return fmt::format("{} at {}", format_bytes(bytes), format_address(at));
 }
 
-/// The element of an address map that contains `at`, or end. Elements have lengths by `bytes_of`.
-template <class Map, class Bytes>
-auto containing(Map& map, address at, Bytes bytes_of) {
-  auto next = map.upper_bound(at);
+std::size_t length_of(std::size_t range) {
+  return range;
+}
+template <class Mapping>
+std::size_t length_of(const Mapping& mapping) {
+  return mapping.bytes;
+}
+
+/// The element of an address map that contains `at`, or end.
+template <class Map>
+auto containing(Map& map, address at) {
+  const auto next = map.upper_bound(at);
   if (next == map.begin()) return map.end();
   const auto found = std::prev(next);
-  return at - found->first < bytes_of(found->second) ? found : map.end();
+  return at - found->first < length_of(found->second) ? found : map.end();
 }
 
 }  // namespace
@@ -103,7 +112,7 @@ void vmm_ledger::add_mapping(address at, std::size_t bytes, allocation_handle ha
     throw invalid_argument(fmt::format("cannot map {} of a handle of {}: a handle is mapped whole",
                                        span_text(at, bytes), format_bytes(backing->request.bytes)));
   }
-  const auto range = containing(ranges_, at, [](std::size_t size) { return size; });
+  const auto range = containing(ranges_, at);
   if (range == ranges_.end() || bytes > range->second - (at - range->first)) {
     throw invalid_argument(
         fmt::format("cannot map {}: {}", span_text(at, bytes),
@@ -112,7 +121,7 @@ void vmm_ledger::add_mapping(address at, std::size_t bytes, allocation_handle ha
                         : "it ends outside the reserved " + span_text(range->first, range->second)),
         "reserve the addresses first");
   }
-  auto overlap = containing(mappings_, at, [](const mapping_entry& entry) { return entry.bytes; });
+  auto overlap = containing(mappings_, at);
   if (overlap == mappings_.end()) {
     const auto next = mappings_.lower_bound(at);
     if (next != mappings_.end() && next->first - at < bytes) overlap = next;
@@ -171,26 +180,38 @@ void vmm_ledger::check_access(address at, std::size_t bytes, bool by_cpu) const 
   }
 }
 
-void vmm_ledger::check_work(address at, std::size_t bytes, std::string_view doing) const {
-  const std::lock_guard lock(mutex_);
-  auto next = containing(mappings_, at, [](const mapping_entry& entry) { return entry.bytes; });
-  if (next == mappings_.end()) return;  // memory of another kind
-  for (address reached = next->first + next->second.bytes; reached - at < bytes;) {
-    if (++next == mappings_.end() || next->first != reached) {
-      throw invalid_argument(fmt::format("cannot {} {}: nothing is mapped from {} on", doing,
-                                         span_text(at, bytes), format_address(reached)),
-                             "map the range and set access first");
-    }
-    reached += next->second.bytes;
+std::size_t vmm_ledger::stretch(address at, std::size_t most) const {
+  auto next = containing(mappings_, at);
+  if (next == mappings_.end()) return 0;
+  const memory_location where = next->second.what->request.where;
+  std::size_t bytes = next->second.bytes - (at - next->first);
+  while (bytes < most && ++next != mappings_.end() && next->first == at + bytes &&
+         next->second.what->request.where == where) {
+    bytes += next->second.bytes;
   }
+  return std::min(bytes, most);
 }
 
-std::size_t vmm_ledger::bytes_in_mapping(address at, std::size_t most) const {
+std::size_t vmm_ledger::check_work(address at, std::size_t bytes, std::string_view doing) const {
   const std::lock_guard lock(mutex_);
-  const auto after = mappings_.upper_bound(at);
-  if (after == mappings_.begin()) return most;
-  const auto& [begin, mapping] = *std::prev(after);
-  return at - begin < mapping.bytes ? std::min(most, mapping.bytes - (at - begin)) : most;
+  const std::size_t first = stretch(at, bytes);
+  if (first == 0) return bytes;  // memory of another kind
+  for (std::size_t reached = first; reached < bytes;) {
+    const std::size_t more = stretch(at + reached, bytes - reached);
+    if (more == 0) {
+      throw invalid_argument(fmt::format("cannot {} {}: nothing is mapped from {} on", doing,
+                                         span_text(at, bytes), format_address(at + reached)),
+                             "map the range and set access first");
+    }
+    reached += more;
+  }
+  return first;
+}
+
+std::size_t vmm_ledger::bytes_in_one_place(address at, std::size_t most) const {
+  const std::lock_guard lock(mutex_);
+  const std::size_t found = stretch(at, most);
+  return found != 0 ? found : most;
 }
 
 std::size_t vmm_ledger::held(memory_location where) const {

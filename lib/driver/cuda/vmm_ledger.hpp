@@ -55,11 +55,11 @@ class vmm_ledger {
   /// `by_cpu`, unless all of it is host memory.
   void check_access(address at, std::size_t bytes, bool by_cpu) const;
   /// Throws when [at, at + bytes) begins in a mapping and ends where nothing is mapped: CUDA looks
-  /// at the first byte alone.
-  void check_work(address at, std::size_t bytes, std::string_view doing) const;
-  /// Bytes from `at` to the end of the mapping that holds it, at most `most`, which is also the
-  /// answer for an address in no mapping.
-  std::size_t bytes_in_mapping(address at, std::size_t most) const;
+  /// at the first byte alone. Returns bytes_in_one_place(at, bytes).
+  std::size_t check_work(address at, std::size_t bytes, std::string_view doing) const;
+  /// Bytes from `at` on that mappings cover and that lie in one place, a device or a node; at most
+  /// `most`, which is also the answer for an address in no mapping.
+  std::size_t bytes_in_one_place(address at, std::size_t most) const;
 
   // --- totals
   /// Bytes created by this driver (not imported) that a handle or a mapping keeps alive.
@@ -80,6 +80,8 @@ class vmm_ledger {
   };
 
   const handle_entry& entry_of(allocation_handle handle) const;
+  /// bytes_in_one_place(), 0 for an address in no mapping. Under the lock.
+  std::size_t stretch(address at, std::size_t most) const;
 
   mutable std::mutex mutex_;
   std::map<address, std::size_t> ranges_;
