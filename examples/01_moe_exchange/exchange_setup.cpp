@@ -39,7 +39,7 @@ class carver {
   T* take(std::size_t count) {
     const evmm::address start = (at_ + 255) / 256 * 256;
     at_ = start + count * sizeof(T);
-    return reinterpret_cast<T*>(start);  // NOLINT(performance-no-int-to-ptr)
+    return reinterpret_cast<T*>(start);
   }
   evmm::address end() const { return at_; }
 

@@ -187,7 +187,7 @@ trace_entry entry(trace_action action, address at, std::size_t bytes, std::uintp
   return {.action = action,
           .at = at,
           .bytes = bytes,
-          .stream = reinterpret_cast<native_stream>(stream)};  // NOLINT(performance-no-int-to-ptr)
+          .stream = reinterpret_cast<native_stream>(stream)};
 }
 
 TEST(trace_of_snapshot, addresses_become_ids_and_streams_become_numbers) {
