@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -101,7 +102,8 @@ void add_pairs(const std::string& name, const maker<Subject>& make,
 }
 
 /// `live_1000/NAME`: 1,000 blocks are live, each of 512 B to 8 MiB; one of them is freed and
-/// another one allocated in its place.
+/// another one allocated in its place. Measured are hits in the cache: a million pairs, or a second
+/// of them, go before and outside the time, in which the subject takes the memory that it needs.
 template <class Subject>
 void add_live(const std::string& name, const maker<Subject>& make) {
   auto* made = benchmark::RegisterBenchmark(
@@ -112,13 +114,19 @@ void add_live(const std::string& name, const maker<Subject>& make) {
         const auto allocate = [&] {
           return subject->allocate(std::size_t{512} << random.below(15), 0);
         };
-        for (void*& each : live) each = allocate();
-        for (auto _ : state) {
+        const auto replace_one = [&] {
           void*& chosen = live[random.below(live.size())];
           subject->free(chosen, 0);
           chosen = allocate();
           benchmark::DoNotOptimize(chosen);
+        };
+        for (void*& each : live) each = allocate();
+        const auto settled = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+        for (int pairs = 0; pairs < 1'000'000; ++pairs) {
+          if (pairs % 64 == 0 && std::chrono::steady_clock::now() > settled) break;
+          replace_one();
         }
+        for (auto _ : state) replace_one();
         for (void* each : live) subject->free(each, 0);
         state.SetItemsProcessed(state.iterations());
       }));
