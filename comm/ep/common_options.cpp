@@ -31,6 +31,11 @@ token_arrays check_tokens(const tokens& from, const token_rules& rules) {
     refuse(fmt::format("{} tokens: the exchange was made for {}", from.count, rules.max_tokens),
            "raise max_tokens on all ranks, or send them in parts");
   }
+  if (from.most != 0 && (from.most < from.count || from.most > rules.max_tokens)) {
+    refuse(fmt::format("{} tokens where ranks give {} at most: the exchange was made for {}",
+                       from.count, from.most, rules.max_tokens),
+           "let `most` be what the rank with most tokens gives, or 0");
+  }
   if (from.count > 0) {
     if (from.x == nullptr || !aligned_rows(from.x)) {
       refuse(fmt::format("rows at {}", from.x), "give rows aligned to 16 bytes");

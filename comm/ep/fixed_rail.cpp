@@ -50,16 +50,19 @@ void fixed_rail::check_call(native_stream stream) const {
 }
 
 template <class T>
-void fixed_rail::cross(const symmetric_buffer<T>& from, const symmetric_buffer<T>& to) {
-  const std::size_t bytes = from.bytes() / nodes();
+void fixed_rail::cross(const symmetric_buffer<T>& from, const symmetric_buffer<T>& to,
+                       std::size_t most) {
+  const std::size_t stride = from.bytes() / nodes();
+  const std::size_t bytes = stride / way_.options().max_tokens * most;
   std::vector<rail_block> blocks;
   for (std::size_t node = 0; node < nodes(); ++node) {
-    blocks.push_back({.from = from.offset() + node * bytes, .sent = bytes, .came = bytes});
+    blocks.push_back({.from = from.offset() + node * stride, .sent = bytes, .came = bytes});
   }
-  way_.cross(blocks, to.offset(), bytes, own_stream());
+  way_.cross(blocks, to.offset(), stride, own_stream());
 }
 
-token_arrays fixed_rail::gather(int set, const token_arrays& given, native_stream stream) {
+token_arrays fixed_rail::gather(int set, const token_arrays& given, std::size_t most,
+                                native_stream stream) {
   const buffer_set& with = of(set);
   const token_record record = way_.options().record();
   const token_batch batch = with.rows.batch(record);
@@ -68,7 +71,7 @@ token_arrays fixed_rail::gather(int set, const token_arrays& given, native_strea
   way_.steps().pack_in_place(way_.map(), from, with.places.local(),
                              way_.blocks(with.rows.outgoing, record), own, stream);
   follow(stream);
-  cross(with.rows.outgoing, with.rows.incoming);
+  cross(with.rows.outgoing, with.rows.incoming, most);
   way_.steps().unpack_in_place(way_.map(), way_.blocks(with.rows.incoming, record), batch,
                                own_stream());
   return {.x = batch.x,
@@ -83,8 +86,8 @@ void fixed_rail::follow(native_stream stream) {
   way_.on().wait(own_stream(), given_->get());
 }
 
-void fixed_rail::scatter(int set) {
-  cross(of(set).rows.sums, of(set).rows.returns);
+void fixed_rail::scatter(int set, std::size_t most) {
+  cross(of(set).rows.sums, of(set).rows.returns, most);
 }
 
 void fixed_rail::mark(int set) {

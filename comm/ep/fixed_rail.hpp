@@ -26,8 +26,8 @@ struct fixed_rail_buffers {
   std::array<buffer_set, k_sets> sets;
 };
 
-/// A rail over which as many bytes cross in every dispatch, so that no count is awaited: every
-/// token of a rank has a place in each block, by its index. low_latency_exchange's.
+/// A rail over which no count is awaited: every token of a rank has a place in each block, by its
+/// index, and of each block as many places cross as the ranks agree on. low_latency_exchange's.
 ///
 /// What waits for other nodes does so on a stream of the rail's own, call by call in the order in
 /// which they are made: the user's go on meanwhile, until join(). Of two sets of buffers, as
@@ -54,14 +54,14 @@ class fixed_rail {
   void check_call(native_stream stream) const;
 
   /// This rank's tokens, which `stream` may write anew, and those of its rail that have experts
-  /// here, as tokens of the node, whose experts count in the order of its ranks. On the own stream
-  /// from there on.
-  token_arrays gather(int set, const token_arrays& given, native_stream stream);
+  /// here, as tokens of the node, whose experts count in the order of its ranks. `most` of each
+  /// block cross. On the own stream from there on.
+  token_arrays gather(int set, const token_arrays& given, std::size_t most, native_stream stream);
   /// The own stream goes on behind what `stream` has done so far.
   void follow(native_stream stream);
   /// Where the node's sums of a batch go, and from where they return, on the own stream.
   combine_output sums(int set) const { return {.sums = of(set).rows.sums.local()}; }
-  void scatter(int set);
+  void scatter(int set, std::size_t most);
   /// What join() waits for.
   void mark(int set);
   /// `stream` goes on behind what the own one had done at mark().
@@ -74,9 +74,9 @@ class fixed_rail {
   const buffer_set& of(int set) const { return buffers_.sets[static_cast<std::size_t>(set)]; }
   native_event done(int set) const { return done_[static_cast<std::size_t>(set)]->get(); }
   std::size_t own_row() const { return way_.here() * way_.options().max_tokens; }
-  /// A block to each node and one from each.
+  /// The first `most` places of a block to each node, and of one from each.
   template <class T>
-  void cross(const symmetric_buffer<T>& from, const symmetric_buffer<T>& to);
+  void cross(const symmetric_buffer<T>& from, const symmetric_buffer<T>& to, std::size_t most);
 
   rail way_;
   fixed_rail_buffers buffers_;

@@ -46,6 +46,7 @@ low_latency_exchange::round low_latency_exchange::state::issue(const tokens& fro
   round made;
   made.number_ = issued + 1;
   made.count_ = from.count;
+  made.most_ = from.most != 0 ? from.most : options.max_tokens;
   const int index = index_of(made);
   low_latency_buffers& set = memory->sets[index];
   if (set.at == stage::sent || set.at == stage::returned) {
@@ -64,7 +65,7 @@ low_latency_exchange::round low_latency_exchange::state::issue(const tokens& fro
   native_stream sends = stream;
   if (across) {
     across->check_call(stream);
-    arrays = across->gather(index, arrays, stream);
+    arrays = across->gather(index, arrays, made.most_, stream);
     sends = across->own_stream();
   }
   steps->issue_dispatch(index, set.shape, set.slot, arrays, totals, whole, sends);
@@ -90,7 +91,7 @@ void low_latency_exchange::state::return_sums(const round& of, const low_latency
   across->follow(stream);
   steps->wait_combine(index, set.shape, set.slot, memory->batch, across->sums(index), totals, false,
                       across->own_stream());
-  across->scatter(index);
+  across->scatter(index, of.most_);
   across->mark(index);
 }
 

@@ -48,6 +48,7 @@ void low_latency_rows_arrive_and_are_combined(const rank_context& at) {
       low_latency_rank mine(at, script.options);
       for (std::uint64_t round = 0; round < 7; ++round) {
         script.seed = 50 + round;
+        script.tells_most = round % 2 == 1;
         script.masked = round == 2 ? 3 : round == 5 ? 1 : 0;  // 1: all choose nobody
         script.hot = round == 6 ? 2 : 0;
         for (std::size_t r = 0; r < script.counts.size(); ++r) {
@@ -270,6 +271,35 @@ void wrong_low_latency_calls_are_refused(const rank_context& at) {
   at.ranks->barrier("refused");
 }
 
+/// Bytes that cross nodes go by the most that a rank gives, where that is told.
+void few_tokens_cross_in_few_bytes(const rank_context& at) {
+  auto script =
+      script_for(at, {.experts = 4, .top_k = 4, .hidden = 256, .max_tokens = 64, .sms = 2});
+  script.seed = 95;
+  std::fill(script.counts.begin(), script.counts.end(), 2);
+  script.counts.back() = 4;
+  low_latency_rank mine(at, script.options);
+  const auto crossed = [&] {
+    const auto sent = [&] { return mine.across() ? mine.across()->statistics().link_bytes : 0; };
+    const auto before = sent();
+    mine.run(script);
+    at.ranks->barrier("a round is over");
+    return sent() - before;
+  };
+  const auto all = crossed();
+  script.tells_most = true;
+  const auto told = crossed();
+  EXPECT_EQ(told, all / 16);
+  EXPECT_EQ(all > 0, at.ranks->node_count() > 1);
+  ep::tokens from = mine.upload(script);
+  from.most = from.count - 1;
+  EXPECT_THAT(thrown_by([&] { mine.exchange().issue_dispatch(from, mine.stream()); }),
+              HasSubstr("tokens where ranks give " + std::to_string(from.most) + " at most"));
+  from.most = 65;
+  EXPECT_THAT(thrown_by([&] { mine.exchange().issue_dispatch(from, mine.stream()); }),
+              HasSubstr("give 65 at most: the exchange was made for 64"));
+}
+
 void random_low_latency_rounds_are_exact(const rank_context& at) {
   run_random_low_latency(at, 10, 9);
 }
@@ -296,6 +326,7 @@ void run_random_low_latency(const rank_context& at, std::size_t count, std::uint
     low_latency_rank mine(at, script.options, std::chrono::seconds(30), across);
     for (int round = 0; round < 5 && done < count; ++round, ++done) {
       script.seed = same();
+      script.tells_most = same() % 2 == 0;
       script.hot = same() % 3 == 0 ? 1 : 0;
       script.masked = same() % 2 == 0 ? 3 : 0;
       for (std::size_t& tokens : script.counts) tokens = same() % (options.max_tokens + 1);
@@ -309,6 +340,7 @@ void run_random_low_latency(const rank_context& at, std::size_t count, std::uint
       }
       auto second = script;
       second.seed = same();
+      second.tells_most = same() % 2 == 0;
       for (std::size_t& tokens : second.counts) tokens = same() % (options.max_tokens + 1);
       run_two_at_once(mine, script, second, static_cast<unsigned>(same() % 8));
     }
@@ -325,6 +357,7 @@ const std::vector<symmetric_case>& low_latency_cases() {
       EVMM_CASE(the_stream_is_free_while_others_are_late),
       EVMM_CASE(a_captured_graph_replays_low_latency_rounds),
       EVMM_CASE(choices_beyond_a_groups_room_are_left_out),
+      EVMM_CASE(few_tokens_cross_in_few_bytes),
       EVMM_CASE(wrong_low_latency_calls_are_refused),
       EVMM_CASE(random_low_latency_rounds_are_exact),
   };

@@ -22,7 +22,9 @@ struct ep_script {
   /// No token chooses an expert twice, where there are enough of them.
   bool distinct = false;
   /// One in so many choices is -1; 0: none.
-  int masked = 0;  /// In ascending order.
+  int masked = 0;
+  bool tells_most = false;  ///< tokens::most is given
+  /// In ascending order.
   std::vector<int> ranks_of(int node) const;
   std::uint64_t routing() const { return routing_seed == 0 ? seed : routing_seed; }
   bool scaled() const { return options.rows == ep::payload::fp8; }

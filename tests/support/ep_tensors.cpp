@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/support/ep_tensors.hpp"
 
+#include <algorithm>
+
 namespace evmm::test {
 
 ep_tensors::ep_tensors(const rank_context& at, const ep::exchange_options& options,
@@ -30,7 +32,9 @@ ep::tokens ep_tensors::upload(const ep_script& script) {
           .scales = with_scales ? scales_.local() : nullptr,
           .topk_ids = ids_.local(),
           .topk_weights = weights_.local(),
-          .count = script.counts[static_cast<std::size_t>(me())]};
+          .count = script.counts[static_cast<std::size_t>(me())],
+          .most = script.tells_most ? *std::max_element(script.counts.begin(), script.counts.end())
+                                    : 0};
 }
 
 void ep_tensors::copy(address to, address from, std::size_t bytes) {

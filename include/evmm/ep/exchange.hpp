@@ -75,6 +75,9 @@ struct tokens {
   const std::int64_t* topk_ids = nullptr;  ///< [count][top_k]; -1 chooses nobody
   const float* topk_weights = nullptr;     ///< [count][top_k]; null for all 1
   std::size_t count = 0;
+  /// The most that any rank gives in this call, the same on all ranks; 0 when that is not known.
+  /// Where low_latency_exchange crosses nodes, fewer bytes do.
+  std::size_t most = 0;
 };
 
 /// What a rank received: one row for each token that chose at least one of its experts. Its own

@@ -66,13 +66,14 @@ struct low_latency_received {
 ///   wait_combine() waits for theirs, loads and sums them. Between issue and wait nothing occupies
 ///   a multiprocessor within a node.
 /// Nodes: a token goes to other nodes, and sums come back, as in ep::exchange. No count crosses:
-///   every dispatch sends max_tokens rows to each other node and receives as many, whatever is in
-///   them, and every combine as many sums. They cross on a stream of the exchange's own: behind
-///   issue_dispatch() until they are sent on within the node, behind issue_combine() from the
-///   node's sums on, which occupy `sms` multiprocessors while they wait for its ranks. wait_...()
-///   lets its stream wait for that, and does the rest. The calls are calls of the channel too: one
-///   thread at a time for both, and what it says of what blocks inside CUDA holds between issue and
-///   wait as well.
+///   every dispatch sends tokens::most rows to each other node, or max_tokens when that is not
+///   given, and receives as many, whatever is in them; every combine as many sums. The channel's
+///   check_counts finds a `most` that differs between ranks, and nothing else does. They cross on a
+///   stream of the exchange's own: behind issue_dispatch() until they are sent on within the node,
+///   behind issue_combine() from the node's sums on, which occupy `sms` multiprocessors while they
+///   wait for its ranks. wait_...() lets its stream wait for that, and does the rest. The calls are
+///   calls of the channel too: one thread at a time for both, and what it says of what blocks
+///   inside CUDA holds between issue and wait as well.
 /// Order on each rank: a dispatch's rows must have been read by work that comes before its
 ///   issue_combine() on that stream (or, if it is not combined, before the next issue_dispatch()),
 ///   since that tells the peers that its buffers may be written again. The calls below refuse what
@@ -97,6 +98,7 @@ class low_latency_exchange {
     friend class low_latency_exchange;
     std::uint64_t number_ = 0;
     std::size_t count_ = 0;
+    std::size_t most_ = 0;
   };
 
   /// Collective, as exchange: unsupported when ranks are on several nodes.
