@@ -31,6 +31,11 @@ std::size_t model_operations(std::size_t runs) {
   return std::max<std::size_t>(1, static_cast<std::size_t>(set.value_or(240'000)) / runs);
 }
 
+std::uint64_t model_seed() {
+  return static_cast<std::uint64_t>(
+      environment_integer("EVMM_MODEL_SEED", 0, std::numeric_limits<long>::max()).value_or(0));
+}
+
 std::size_t model_random::size() {
   switch (below(16)) {
     case 0:

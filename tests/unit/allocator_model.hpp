@@ -21,6 +21,8 @@ namespace evmm::test {
 
 /// Operations of a run: EVMM_MODEL_OPERATIONS, shared by all runs, else few enough for every day.
 std::size_t model_operations(std::size_t runs);
+/// EVMM_MODEL_SEED, or 0.
+std::uint64_t model_seed();
 
 /// The same numbers with every standard library.
 class model_random {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Random operations against an oracle, by one thread and by several. EVMM_MODEL_OPERATIONS sets how
-// many (10000000 for a long run); seeds are fixed and printed.
+// many (10000000 for a long run). Seeds are fixed and printed; EVMM_MODEL_SEED, added to each,
+// makes others of them.
 #include "tests/unit/allocator_model.hpp"
 
 #include <evmm/error.hpp>
@@ -44,10 +45,15 @@ const std::vector<model_case>& cases() {
   return all;
 }
 
+model_case seeded(model_case given) {
+  given.seed += model_seed();
+  return given;
+}
+
 class allocator_model_of_one_thread : public testing::TestWithParam<model_case> {};
 
 TEST_P(allocator_model_of_one_thread, holds) {
-  allocator_model model(GetParam());
+  allocator_model model(seeded(GetParam()));
   model.run(model_operations(cases().size() + 2));
   model.finish();
 }
@@ -249,15 +255,16 @@ class allocator_model_of_threads : public testing::TestWithParam<model_case> {};
 TEST_P(allocator_model_of_threads, holds) {
   constexpr std::size_t threads = 4;
   const std::size_t operations = model_operations(cases().size() + 2) / threads;
-  shared_model model(GetParam().config, threads);
+  const model_case given = seeded(GetParam());
+  shared_model model(given.config, threads);
   std::vector<std::thread> running;
   for (std::size_t i = 0; i < threads; ++i) {
-    running.emplace_back([&, i] { model.run(i, operations, GetParam().seed + i); });
+    running.emplace_back([&, i] { model.run(i, operations, given.seed + i); });
   }
   for (auto& each : running) each.join();
   model.finish();
-  EXPECT_FALSE(model.failed()) << "seed " << GetParam().seed;
-  std::cout << GetParam().name << ": seed " << GetParam().seed << ", " << threads << " threads, "
+  EXPECT_FALSE(model.failed()) << "seed " << given.seed;
+  std::cout << given.name << ": seed " << given.seed << ", " << threads << " threads, "
             << operations << " operations each, " << model.blocks() << " blocks\n";
 }
 
