@@ -115,9 +115,11 @@ exchange::~exchange() = default;
 plan exchange::make_plan() {
   state& s = *state_;
   heap_source from(s.heap);
-  return plan(std::make_unique<plan::state>(
+  auto made = std::make_unique<plan::state>(
       from, s.shape, s.options.max_tokens,
-      static_cast<std::size_t>(s.heap.region().ranks().node_count())));
+      static_cast<std::size_t>(s.heap.region().ranks().node_count()));
+  from.settle();
+  return plan(std::move(made));
 }
 
 received exchange::dispatch(const tokens& from, plan& to, native_stream stream) {

@@ -141,6 +141,7 @@ exchange::state::state(symmetric_heap& given, symmetric_channel* channel,
   shape.weight_gradients = own.weight_gradients.offset();
 
   agree_on(ranks, "ep::exchange: begin", [&] {
+    from.settle();
     host.emplace(on(), k_totals * sizeof(std::uint64_t) + own.totals_words.bytes());
     const auto word = [&](std::size_t index) {
       return host->at<std::uint64_t>(index * sizeof(std::uint64_t));

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/support/ep_cases.hpp"
+#include "tests/support/fault_driver.hpp"
+#include "tests/support/forwarding_driver.hpp"
 #include "tests/support/thread_ranks.hpp"
 
+#include <evmm/comm/symmetric_buffer.hpp>
 #include <evmm/comm/symmetric_channel.hpp>
 #include <evmm/ep/exchange.hpp>
 #include <evmm/ep/low_latency.hpp>
@@ -12,6 +15,9 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -105,10 +111,74 @@ TEST(ep_nodes, a_rank_that_did_not_come_is_named_as_the_job_does) {
   for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
 }
 
+/// Tells who waits for the default stream.
+class default_stream_driver final : public forwarding_driver {
+ public:
+  using forwarding_driver::forwarding_driver;
+  void synchronize(native_stream stream) override {
+    if (stream == native_stream{} && on_wait) on_wait();
+    forwarding_driver::synchronize(stream);
+  }
+  void synchronize(native_event event) override { forwarding_driver::synchronize(event); }
+  std::function<void()> on_wait;
+};
+
+TEST(ep_heap, what_other_streams_do_with_freed_blocks_is_over_before_they_are_used) {
+  for (const std::vector<std::string>& hosts : {std::vector<std::string>{"a", "a"}, {"a", "b"}}) {
+    const auto bootstraps = make_thread_bootstraps(2, hosts);
+    const auto thrown = run_ranks(2, [&](int rank) {
+      const auto on = std::make_shared<default_stream_driver>(host_driver::make({}));
+      const rank_context at{.ranks = bootstraps[static_cast<std::size_t>(rank)], .on = on};
+      symmetric_heap heap(at.make({.reserve = 1_GiB, .max_segments = 64}), {.growth_step = 2_MiB});
+      std::optional<symmetric_channel> across;
+      if (at.ranks->node_count() > 1) across.emplace(heap.region());
+      const native_stream before = on->create_stream({0});
+      /// Blocks are freed while `before` is held in the middle of its work on them.
+      const auto expect_waited = [&](const char* what, const auto& make) {
+        symmetric_buffer<std::byte> held(heap, 1_MiB, before);
+        stream_gate gate(*on, before);
+        on->fill(reinterpret_cast<address>(held.local()), std::byte{0x7f}, held.bytes(), before);
+        held.reset();
+        bool waited = false;
+        on->on_wait = [&] {
+          waited = true;
+          gate.open();
+        };
+        auto made = make();
+        on->on_wait = {};
+        EXPECT_TRUE(waited) << what;
+        return made;
+      };
+      const ep::exchange_options options{.experts = 2, .top_k = 1, .hidden = 128, .max_tokens = 4};
+      const auto exchange = expect_waited("exchange", [&] {
+        return across ? std::make_unique<ep::exchange>(heap, *across, options)
+                      : std::make_unique<ep::exchange>(heap, options);
+      });
+      ep::plan plan = expect_waited("plan", [&] { return exchange->make_plan(); });
+      const auto low_latency = expect_waited("low latency", [&] {
+        const ep::low_latency_options few{.experts = 2, .top_k = 1, .hidden = 128, .max_tokens = 4};
+        return across ? std::make_unique<ep::low_latency_exchange>(heap, *across, few)
+                      : std::make_unique<ep::low_latency_exchange>(heap, few);
+      });
+      exchange->dispatch({}, plan, before);
+      ep::low_latency_exchange::round round;
+      low_latency->dispatch({}, round, before);
+      if (across) across->synchronize(before);
+      on->synchronize(before);
+      exchange->check();
+      EXPECT_EQ(exchange->counts().rows, 0u);
+      EXPECT_EQ(low_latency->dead_ranks(), 0u);
+      if (across) across->close();
+    });
+    for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
+  }
+}
+
 std::vector<threads_case> all_cases() {
   std::vector<threads_case> all;
   for (const char* hosts : {"a", "aa", "aaaa", "ab", "abab", "abc"}) {
-    for (const auto* cases : {&ep_cases(), &low_latency_cases(), &lost_rank_cases()}) {
+    for (const auto* cases :
+         {&ep_cases(), &low_latency_cases(), &lost_rank_cases()}) {
       for (const symmetric_case& tried : *cases) all.push_back({hosts, tried});
     }
   }
