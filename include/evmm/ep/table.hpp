@@ -109,7 +109,7 @@ class table {
   /// Throws invalid_argument for options that cannot be or that differ, unsupported when ranks are
   /// on several nodes, out_of_memory.
   table(symmetric_heap& heap, const table_options& options);
-  /// Waits for this rank's gathers. Those of peers must be over.
+  /// Waits for this rank's gathers and writes. Those of peers must be over.
   ~table();
   table(const table&) = delete;
   table& operator=(const table&) = delete;
