@@ -133,8 +133,8 @@ TEST(ep_heap, what_other_streams_do_with_freed_blocks_is_over_before_they_are_us
       std::optional<symmetric_channel> across;
       if (at.ranks->node_count() > 1) across.emplace(heap.region());
       const native_stream before = on->create_stream({0});
-      /// Blocks are freed while `before` is held in the middle of its work on them.
-      const auto expect_waited = [&](const char* what, const auto& make) {
+      // Blocks are freed while `before` is held in the middle of its work on them.
+      const auto expect_waited = [&](const char* what, const std::function<void()>& make) {
         symmetric_buffer<std::byte> held(heap, 1_MiB, before);
         stream_gate gate(*on, before);
         on->fill(reinterpret_cast<address>(held.local()), std::byte{0x7f}, held.bytes(), before);
@@ -144,23 +144,23 @@ TEST(ep_heap, what_other_streams_do_with_freed_blocks_is_over_before_they_are_us
           waited = true;
           gate.open();
         };
-        auto made = make();
+        make();
         on->on_wait = {};
         EXPECT_TRUE(waited) << what;
-        return made;
       };
       const ep::exchange_options options{.experts = 2, .top_k = 1, .hidden = 128, .max_tokens = 4};
-      const auto exchange = expect_waited("exchange", [&] {
-        return across ? std::make_unique<ep::exchange>(heap, *across, options)
-                      : std::make_unique<ep::exchange>(heap, options);
+      const ep::low_latency_options few{.experts = 2, .top_k = 1, .hidden = 128, .max_tokens = 4};
+      std::optional<ep::exchange> exchange;
+      std::optional<ep::plan> plan;
+      std::optional<ep::low_latency_exchange> low_latency;
+      expect_waited("exchange", [&] {
+        across ? exchange.emplace(heap, *across, options) : exchange.emplace(heap, options);
       });
-      ep::plan plan = expect_waited("plan", [&] { return exchange->make_plan(); });
-      const auto low_latency = expect_waited("low latency", [&] {
-        const ep::low_latency_options few{.experts = 2, .top_k = 1, .hidden = 128, .max_tokens = 4};
-        return across ? std::make_unique<ep::low_latency_exchange>(heap, *across, few)
-                      : std::make_unique<ep::low_latency_exchange>(heap, few);
+      expect_waited("plan", [&] { plan.emplace(exchange->make_plan()); });
+      expect_waited("low latency", [&] {
+        across ? low_latency.emplace(heap, *across, few) : low_latency.emplace(heap, few);
       });
-      exchange->dispatch({}, plan, before);
+      exchange->dispatch({}, *plan, before);
       ep::low_latency_exchange::round round;
       low_latency->dispatch({}, round, before);
       if (across) across->synchronize(before);
@@ -178,7 +178,7 @@ std::vector<threads_case> all_cases() {
   std::vector<threads_case> all;
   for (const char* hosts : {"a", "aa", "aaaa", "ab", "abab", "abc"}) {
     for (const auto* cases :
-         {&ep_cases(), &low_latency_cases(), &lost_rank_cases()}) {
+         {&ep_cases(), &ep_call_cases(), &low_latency_cases(), &lost_rank_cases()}) {
       for (const symmetric_case& tried : *cases) all.push_back({hosts, tried});
     }
   }
