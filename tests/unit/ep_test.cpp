@@ -174,6 +174,41 @@ TEST(ep_heap, what_other_streams_do_with_freed_blocks_is_over_before_they_are_us
   }
 }
 
+TEST(ep_heap, a_rank_that_has_not_come_yet_sent_nothing) {
+  for (const auto arranged : {ep::layout::by_source, ep::layout::by_expert}) {
+    const auto bootstraps = make_thread_bootstraps(2);
+    const auto thrown = run_ranks(2, [&](int rank) {
+      const rank_context at{.ranks = bootstraps[static_cast<std::size_t>(rank)],
+                            .on = host_driver::make({})};
+      symmetric_heap heap(at.make({.reserve = 1_GiB}), {.growth_step = 2_MiB});
+      {  // What others leave behind are no counts.
+        const symmetric_buffer<std::byte> before(heap, 1_MiB);
+        at.on->fill(reinterpret_cast<address>(before.local()), std::byte{0x11}, before.bytes(),
+                    nullptr);
+      }
+      ep::exchange exchange(heap, {.experts = 2,
+                                   .top_k = 1,
+                                   .hidden = 128,
+                                   .arranged = arranged,
+                                   .max_tokens = 4,
+                                   .sms = 1,
+                                   .timeout = std::chrono::milliseconds(100)});
+      ep::plan plan = exchange.make_plan();
+      if (rank == 0) {
+        const symmetric_buffer<std::uint16_t> x(heap, 4 * 128);
+        const symmetric_buffer<std::int64_t> ids(heap, 4);
+        for (std::int64_t& id : ids.elements()) id = 0;
+        exchange.dispatch({.x = x.local(), .topk_ids = ids.local(), .count = 4}, plan, nullptr);
+        at.on->synchronize(native_stream{});
+        EXPECT_EQ(exchange.counts().rows, 4u);
+        EXPECT_THAT(thrown_by([&] { exchange.check(); }), ::testing::HasSubstr("ranks 1 did not"));
+      }
+      at.ranks->barrier("the other one does not come");
+    });
+    for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
+  }
+}
+
 std::vector<threads_case> all_cases() {
   std::vector<threads_case> all;
   for (const char* hosts : {"a", "aa", "aaaa", "ab", "abab", "abc"}) {

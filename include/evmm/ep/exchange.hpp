@@ -139,7 +139,9 @@ class plan {
 /// symmetric_channel between nodes.
 ///
 /// Memory: buffers of a symmetric heap, sized for the worst case, of which `device_rows` lie on the
-///   device. Outputs lie where the user's kernels read them: nothing is copied out.
+///   device. Outputs lie where the user's kernels read them: nothing is copied out. Rows in both
+///   tiers have segments of their own, new ones for each exchange; those of one that is gone are
+///   free memory of the heap, which symmetric_heap::trim() gives back before the next is made.
 /// Nodes: a token goes to each other node that has experts of it once, to the rank that has its
 ///   sender's index there, which sends it on as one of its own; the node's sum comes back the same
 ///   way, as bf16. Rows are then sorted by the rank of this node that sent them on, and `tokens`
@@ -156,7 +158,8 @@ class plan {
 ///   and routing are read when it runs. Read `received::rows` there: counts() tells of the last
 ///   dispatch that ran.
 /// Errors: what the CPU can see is an invalid_argument before anything is enqueued. A peer that
-///   does not come within `timeout` is left out; check() says so.
+///   does not come within `timeout` is waited for no longer: the round goes on with what it sent
+///   before, so that its results stand for nothing, and check() says so.
 /// Sums are made in one order, so that runs are equal bit for bit.
 class exchange {
  public:
