@@ -83,6 +83,12 @@ bool exchange::state::captured(native_stream stream) const {
 }
 
 void exchange::state::remember(native_stream stream) {
+  if (out_of_step) {
+    throw driver_error(
+        "a dispatch of this exchange failed between its steps: this rank told the "
+        "others of rows that it did not send",
+        "make another exchange on all ranks");
+  }
   if (!captured(stream) && std::find(streams.begin(), streams.end(), stream) == streams.end()) {
     streams.push_back(stream);
   }
@@ -111,9 +117,13 @@ void exchange::state::check_last(const plan& by, native_stream stream) const {
 
 void exchange::state::send(const ep_shape& as, const token_arrays& from, const plan& by,
                            native_stream stream) {
-  if (!captured(stream)) ++ticket;
-  by.state_->call = ++calls_that_sent;
+  // What is captured runs as a whole, or not at all.
+  const bool runs = !captured(stream);
+  if (runs) ++ticket;
+  out_of_step = runs;
   steps->send(as, from, by.state_->arrays(), totals, ticket, stream);
+  out_of_step = false;
+  by.state_->call = ++calls_that_sent;
   if (by_expert()) steps->place(shape, experts_at, stream);
 }
 

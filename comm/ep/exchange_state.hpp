@@ -80,6 +80,7 @@ struct exchange::state {
   ep_shape gradient_shape() const;
   bool captured(native_stream stream) const;
   /// For adapt() to wait for. A captured call is none yet: who replays it knows when and where.
+  /// Throws when the ranks are out of step.
   void remember(native_stream stream);
   /// Where the borders between the tiers are.
   void see_device_rows();
@@ -95,6 +96,7 @@ struct exchange::state {
   std::unique_ptr<ep_steps> steps;
   std::uint64_t ticket = 0;  ///< of the last dispatch that was not captured
   std::uint64_t calls_that_sent = 0;
+  bool out_of_step = false;            ///< rounds of counts and of rows are no longer as many
   std::vector<native_stream> streams;  ///< of the calls since adapt() waited for some
 };
 

@@ -159,7 +159,9 @@ class plan {
 ///   dispatch that ran.
 /// Errors: what the CPU can see is an invalid_argument before anything is enqueued. A peer that
 ///   does not come within `timeout` is waited for no longer: the round goes on with what it sent
-///   before, so that its results stand for nothing, and check() says so.
+///   before, so that its results stand for nothing, and check() says so. A driver that fails
+///   between the steps of a dispatch leaves this rank out of step: its later calls are
+///   driver_errors.
 /// Sums are made in one order, so that runs are equal bit for bit.
 class exchange {
  public:
@@ -208,8 +210,9 @@ class exchange {
   /// The gradient of dispatch: sums what is in the combine buffers, the gradients of the received
   /// rows, into `x` (bf16 [tokens][hidden]), without weights. With `weights` (f32
   /// [tokens][top_k]) not null, the gradients of the weights come back as well, those of
-  /// `topk_ids`; 0 where nobody was chosen. By expert, and with weights across nodes, by the plan
-  /// of the last call that sent rows, as combine().
+  /// `topk_ids`; 0 where nobody was chosen. Across nodes all ranks give weights, those without
+  /// tokens any pointer, or none does. By expert, and with weights across nodes, by the plan of the
+  /// last call that sent rows, as combine().
   void dispatch_backward(const plan& by, void* x, const std::int64_t* topk_ids, float* weights,
                          native_stream stream);
 
