@@ -23,7 +23,11 @@ int attribute(int device, cudaDeviceAttr which) {
 void check_cuda(cudaError_t code, const char* call) {
   if (code == cudaSuccess) return;
   (void)cudaGetLastError();
-  throw driver_error(std::string(call) + ": " + cudaGetErrorString(code), {}, code);
+  throw driver_error(std::string(call) + ": " + cudaGetErrorString(code),
+                     code == cudaErrorNoKernelImageForDevice
+                         ? "build evmm with EVMM_CUDA_ARCHITECTURES naming this GPU's"
+                         : "",
+                     code);
 }
 
 void require_kernels(int device) {

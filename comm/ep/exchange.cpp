@@ -78,15 +78,52 @@ void exchange::state::see_device_rows() {
   }
 }
 
+bool exchange::state::captured(native_stream stream) const {
+  return on().capture(stream).status != capture_status::none;
+}
+
 void exchange::state::remember(native_stream stream) {
-  if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {
+  if (out_of_step) {
+    throw driver_error(
+        "a dispatch of this exchange failed between its steps: this rank told the "
+        "others of rows that it did not send",
+        "make another exchange on all ranks");
+  }
+  if (!captured(stream) && std::find(streams.begin(), streams.end(), stream) == streams.end()) {
     streams.push_back(stream);
   }
 }
 
+void exchange::state::check_made_here(const plan& given) const {
+  if (given.state_ != nullptr && given.state_->maker == this) return;
+  refuse("use a plan that this exchange did not make, or that was moved from",
+         "make_plan() of the exchange that sends by it");
+}
+
+void exchange::state::check_filled(const plan& by) const {
+  check_made_here(by);
+  if (by.state_->call != 0) return;
+  refuse("send or sum by a plan that no dispatch has filled", "give it to dispatch() first");
+}
+
+void exchange::state::check_last(const plan& by, native_stream stream) const {
+  // Calls in a graph run in the order of its replays.
+  if (by.state_->call == calls_that_sent || captured(stream)) return;
+  refuse(fmt::format("sum by the plan of call {} that sent rows: what there is of choices is that "
+                     "of call {}",
+                     by.state_->call, calls_that_sent),
+         "sum before other rows are sent, or make an exchange for each that is under way");
+}
+
 void exchange::state::send(const ep_shape& as, const token_arrays& from, const plan& by,
                            native_stream stream) {
-  steps->send(as, from, by.state_->arrays(), totals, ++ticket, stream);
+  // What is captured runs as a whole, or not at all.
+  const bool runs = !captured(stream);
+  if (runs) ++ticket;
+  out_of_step = runs;
+  steps->send(as, from, by.state_->arrays(), totals, ticket, stream);
+  out_of_step = false;
+  by.state_->call = ++calls_that_sent;
   if (by_expert()) steps->place(shape, experts_at, stream);
 }
 
@@ -115,15 +152,19 @@ exchange::~exchange() = default;
 plan exchange::make_plan() {
   state& s = *state_;
   heap_source from(s.heap);
-  return plan(std::make_unique<plan::state>(
-      from, s.shape, s.options.max_tokens,
-      static_cast<std::size_t>(s.heap.region().ranks().node_count())));
+  auto made =
+      std::make_unique<plan::state>(&s, from, s.shape, s.options.max_tokens,
+                                    static_cast<std::size_t>(s.heap.region().ranks().node_count()));
+  from.settle();
+  return plan(std::move(made));
 }
 
 received exchange::dispatch(const tokens& from, plan& to, native_stream stream) {
   state& s = *state_;
+  s.check_made_here(to);
   const token_arrays given = s.arrays_of(from, false);
   s.remember(stream);
+  to.state_->call = 0;
   to.state_->count = from.count;
   const token_arrays arrays = s.batch_of(given, to, false, false, stream);
   s.steps->plan(s.shape, arrays, to.state_->arrays(), s.totals, stream);
@@ -134,6 +175,7 @@ received exchange::dispatch(const tokens& from, plan& to, native_stream stream) 
 
 token_arrays exchange::state::arrays_of_plan(const tokens& from, const plan& by,
                                              bool as_gradients) const {
+  check_filled(by);
   const token_arrays arrays = arrays_of(from, as_gradients);
   if (from.count == by.tokens()) return arrays;
   refuse(fmt::format("send {} tokens by a plan of {}", from.count, by.tokens()),
@@ -157,6 +199,8 @@ void* exchange::combine_buffer() const {
 
 void exchange::combine(const plan& by, void* out, const void* bias, native_stream stream) {
   state& s = *state_;
+  s.check_filled(by);
+  if (s.by_expert()) s.check_last(by, stream);
   if (by.tokens() > 0 && (out == nullptr || !aligned_rows(out) || !aligned_rows(bias))) {
     refuse(fmt::format("combine into {} with bias {}", out, bias), "give rows aligned to 16 bytes");
   }
@@ -191,6 +235,8 @@ float* exchange::weight_gradients() const {
 void exchange::dispatch_backward(const plan& by, void* x, const std::int64_t* topk_ids,
                                  float* weights, native_stream stream) {
   state& s = *state_;
+  s.check_filled(by);
+  if (s.by_expert() || (s.across && weights != nullptr)) s.check_last(by, stream);
   if (by.tokens() > 0 && (x == nullptr || !aligned_rows(x))) {
     refuse(fmt::format("sum gradients into {}", x), "give rows aligned to 16 bytes");
   }
@@ -240,31 +286,36 @@ row_counts exchange::counts() {
   return all;
 }
 
-std::size_t exchange::adapt(double headroom) {
+std::size_t exchange::adapt(double headroom, const uses& in_use) {
   state& s = *state_;
-  if (!(headroom >= 1 && headroom <= 1000)) {
-    refuse(fmt::format("adapt with a headroom of {}", headroom), "give 1 to 1,000");
-  }
   bootstrap& ranks = s.heap.region().ranks();
+  std::vector<native_stream> streams = s.streams;
+  streams.insert(streams.end(), in_use.streams.begin(), in_use.streams.end());
   agree_on(ranks, "ep::exchange: adapt", [&] {
-    for (const native_stream stream : s.streams) s.on().synchronize(stream);
+    if (!(headroom >= 1 && headroom <= 1000)) {
+      refuse(fmt::format("adapt with a headroom of {}", headroom), "give 1 to 1,000");
+    }
+    for (const native_stream stream : streams) s.on().synchronize(stream);
+    for (const native_event event : in_use.events) s.on().synchronize(event);
   });
   struct most_rows {
+    double headroom;
     std::uint64_t received, by_expert;
   };
-  const auto take = [](std::uint64_t* word) {
-    return word == nullptr ? 0 : std::exchange(*word, 0);
-  };
-  const most_rows mine{take(s.totals.most_rows_on_host), take(s.experts_at.most_rows_on_host)};
+  std::uint64_t* const words[] = {s.totals.most_rows_on_host, s.experts_at.most_rows_on_host};
+  const auto read = [](const std::uint64_t* word) { return word == nullptr ? 0 : *word; };
+  const auto said = ranks.all_gather_value(most_rows{headroom, read(words[0]), read(words[1])},
+                                           "ep::exchange: most rows");
   most_rows all{};
-  for (const most_rows& one : ranks.all_gather_value(mine, "ep::exchange: most rows")) {
-    all.received = std::max(all.received, one.received);
-    all.by_expert = std::max(all.by_expert, one.by_expert);
+  for (std::size_t r = 0; r < said.size(); ++r) {
+    alike("ep::exchange: adapt", r)("headroom", said[0].headroom, said[r].headroom);
+    all.received = std::max(all.received, said[r].received);
+    all.by_expert = std::max(all.by_expert, said[r].by_expert);
   }
   const auto follow = [&](std::optional<elastic_rows>& rows, std::uint64_t most) {
     if (!rows || most == 0) return;
     rows->move_border(static_cast<std::size_t>(std::ceil(static_cast<double>(most) * headroom)),
-                      {.streams = s.streams});
+                      {.streams = streams, .events = in_use.events});
   };
   try {
     follow(s.buffers->x, all.received);
@@ -276,6 +327,10 @@ std::size_t exchange::adapt(double headroom) {
     throw;
   }
   s.see_device_rows();
+  for (std::uint64_t* const word : words) {
+    if (word != nullptr) *word = 0;
+  }
+  s.streams.clear();
   return s.options.device_rows;
 }
 

@@ -141,6 +141,7 @@ exchange::state::state(symmetric_heap& given, symmetric_channel* channel,
   shape.weight_gradients = own.weight_gradients.offset();
 
   agree_on(ranks, "ep::exchange: begin", [&] {
+    from.settle();
     host.emplace(on(), k_totals * sizeof(std::uint64_t) + own.totals_words.bytes());
     const auto word = [&](std::size_t index) {
       return host->at<std::uint64_t>(index * sizeof(std::uint64_t));
@@ -168,8 +169,13 @@ exchange::state::state(symmetric_heap& given, symmetric_channel* channel,
           .most_rows_on_host = word(k_most_expert_rows)};
     }
     const scoped_stream stream(on(), region.device());
-    on().fill(reinterpret_cast<address>(own.flags.local()), std::byte{0}, own.flags.bytes(),
-              stream.get());
+    const auto fill = [&](const auto& words, std::byte with) {
+      on().fill(reinterpret_cast<address>(words.local()), with, words.bytes(), stream.get());
+    };
+    fill(own.flags, std::byte{0});
+    // Until a rank has come it has sent nothing, and its rows choose nobody.
+    fill(own.messages, std::byte{0});
+    fill(own.experts, std::byte{0xff});
     on().synchronize(stream.get());
     steps = on().info().kind == driver_kind::cuda
                 ? make_cuda_steps(region.device(), options.sms, options.local_sms,

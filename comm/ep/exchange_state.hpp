@@ -27,9 +27,13 @@ struct plan_buffers {
 };
 
 struct plan::state : plan_buffers {
-  using plan_buffers::plan_buffers;
-  std::size_t count = 0;  ///< of this rank's tokens
-  int batch = 0;          ///< of what it sends on within the node: those, and what other nodes sent
+  state(const void* exchange, heap_source& from, const ep_shape& shape, std::size_t max_tokens,
+        std::size_t node_count)
+      : plan_buffers(from, shape, max_tokens, node_count), maker(exchange) {}
+  const void* maker;
+  std::uint64_t call = 0;  ///< that sent by it last, of all that the exchange sent; 0: none
+  std::size_t count = 0;   ///< of this rank's tokens
+  int batch = 0;  ///< of what it sends on within the node: those, and what other nodes sent
 };
 
 /// What an exchange takes.
@@ -59,6 +63,11 @@ struct exchange::state {
   token_arrays arrays_of(const tokens& from, bool as_gradients) const;
   /// Of a call that follows a plan.
   token_arrays arrays_of_plan(const tokens& from, const plan& by, bool as_gradients) const;
+  // Of the plans that calls are given:
+  void check_made_here(const plan& given) const;
+  void check_filled(const plan& by) const;
+  /// For sums of what lies as the last call that sent left it.
+  void check_last(const plan& by, native_stream stream) const;
   received output() const;
   /// Behind a plan, and finds where what comes lies by expert.
   void send(const ep_shape& as, const token_arrays& from, const plan& by, native_stream stream);
@@ -69,6 +78,9 @@ struct exchange::state {
   void sum(const plan& by, const combine_output& to, bool weighted, native_stream stream);
   /// The exchange whose receive buffers are the combine buffers.
   ep_shape gradient_shape() const;
+  bool captured(native_stream stream) const;
+  /// For adapt() to wait for. A captured call is none yet: who replays it knows when and where.
+  /// Throws when the ranks are out of step.
   void remember(native_stream stream);
   /// Where the borders between the tiers are.
   void see_device_rows();
@@ -82,8 +94,10 @@ struct exchange::state {
   ep_totals totals;
   expert_layout experts_at;
   std::unique_ptr<ep_steps> steps;
-  std::uint64_t ticket = 0;            ///< of the last dispatch
-  std::vector<native_stream> streams;  ///< of the calls so far
+  std::uint64_t ticket = 0;  ///< of the last dispatch that was not captured
+  std::uint64_t calls_that_sent = 0;
+  bool out_of_step = false;            ///< rounds of counts and of rows are no longer as many
+  std::vector<native_stream> streams;  ///< of the calls since adapt() waited for some
 };
 
 }  // namespace evmm::ep

@@ -3,6 +3,7 @@
 
 #include "comm/ep/owned_pool.hpp"
 #include "comm/heap/heap_blocks.hpp"
+#include "lib/memory/device_scope.hpp"
 
 #include <evmm/comm/symmetric_buffer.hpp>
 #include <evmm/ep/footprint.hpp>
@@ -36,6 +37,15 @@ class heap_source {
   void grow(tier kind, std::size_t bytes, const std::optional<owned_pool>& pool) {
     if (heap_ != nullptr) bytes = heap_->grow(kind, bytes, pool->id()).bytes;
     (kind == tier::device ? taken_.device_bytes : taken_.host_bytes) += bytes;
+  }
+  /// The blocks may have been another stream's: the default stream, for which they were made, waits
+  /// for its work, and this waits for that. From then on any stream may use them, and any peer that
+  /// has heard of it.
+  void settle() const {
+    if (heap_ == nullptr) return;
+    const symmetric_region& region = heap_->region();
+    const device_scope scope(region.on(), region.device());
+    region.on().synchronize(native_stream{});
   }
 
  private:

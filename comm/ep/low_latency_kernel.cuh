@@ -148,6 +148,7 @@ __global__ void __launch_bounds__(k_low_latency_warps * 32)
   const auto* const rounds = reinterpret_cast<const unsigned long long*>(dispatch_rounds);
   const std::uint64_t now =
       wait_for_living(shape, flag_kind::rows, totals, __ldcg(rounds), slot.dead);
+  fence_bulk();  // rows that have come are loaded by bulk copies
   auto* const source_rows = shape.at<std::int32_t>(shape.rank, slot.source_rows);
   const place_range group = place_group(shape, to, static_cast<int>(blockIdx.x), [&](int place) {
     const int source = place / to.rows.stride;

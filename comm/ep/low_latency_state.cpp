@@ -138,6 +138,7 @@ low_latency_exchange::state::state(symmetric_heap& given, symmetric_channel* cha
     across = std::make_unique<fixed_rail>(heap, *channel, options, std::move(*own.across));
   }
   agree_on(ranks, "ep::low_latency_exchange: begin", [&] {
+    from.settle();
     host.emplace(on(), k_host_words * sizeof(std::uint64_t));
     const auto word = [&](std::size_t index) {
       return host->at<std::uint64_t>(index * sizeof(std::uint64_t));

@@ -74,6 +74,7 @@ rail::rail(symmetric_heap& heap, symmetric_channel& channel, const rail_options&
           .node_of = rank_map_.local(),
           .index_in = rank_map_.local() + nodes.size()};
   agree_on(ranks, fmt::format("{}: rail", options.who), [&] {
+    heap_source(heap).settle();
     const scoped_stream stream(on(), region.device());
     on().copy(reinterpret_cast<address>(rank_map_.local()),
               reinterpret_cast<address>(arrays.data()), rank_map_.bytes(), stream.get());

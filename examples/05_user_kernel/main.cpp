@@ -126,6 +126,11 @@ int run(int argc, char** argv) {
   const std::uint32_t tokens = tokens_of(argc, argv);
   const auto driver = evmm::default_driver();
   const auto ranks = evmm::make_mpi_bootstrap();
+  if (ranks->node_count() != 1) {
+    throw evmm::unsupported("the ranks are on " + std::to_string(ranks->node_count()) +
+                                " nodes, and stores reach only peers of the same one",
+                            "run all ranks on one node");
+  }
   const evmm::device_id device{ranks->node_rank() % driver->device_count()};
   evmm::symmetric_region region(ranks, driver, {.device = device, .reserve = 64_GiB});
   all_to_all job = lay_out(region, tokens);

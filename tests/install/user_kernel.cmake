@@ -12,8 +12,11 @@ endfunction()
 file(REMOVE_RECURSE "${work}")
 run("${CMAKE_COMMAND}" --install "${build}" --config "${config}" --prefix "${work}/prefix")
 if(cuda)
-  set(cuda_arguments "-DCMAKE_CUDA_COMPILER=${cuda}" "-DCMAKE_CUDA_ARCHITECTURES=${architectures}"
-    "-DCMAKE_CUDA_COMPILER_LAUNCHER=${launcher}")
+  set(cuda_arguments "-DCMAKE_CUDA_COMPILER=${cuda}" "-DCMAKE_CUDA_COMPILER_LAUNCHER=${launcher}")
+  # As its README says it, without, where that will do.
+  if(NOT architectures STREQUAL "90")
+    list(APPEND cuda_arguments "-DCMAKE_CUDA_ARCHITECTURES=${architectures}")
+  endif()
 else()
   set(cuda_arguments "-DCMAKE_CUDA_COMPILER=NOTFOUND")
 endif()

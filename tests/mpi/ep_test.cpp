@@ -13,6 +13,7 @@ TEST_P(ep_processes, holds) {
 }
 INSTANTIATE_TEST_SUITE_P(all, ep_processes, ::testing::ValuesIn(ep_cases()), case_name);
 
+INSTANTIATE_TEST_SUITE_P(calls, ep_processes, ::testing::ValuesIn(ep_call_cases()), case_name);
 INSTANTIATE_TEST_SUITE_P(lost, ep_processes, ::testing::ValuesIn(lost_rank_cases()), case_name);
 INSTANTIATE_TEST_SUITE_P(low_latency, ep_processes, ::testing::ValuesIn(low_latency_cases()),
                          case_name);

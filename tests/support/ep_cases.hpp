@@ -14,6 +14,8 @@
 namespace evmm::test {
 
 const std::vector<symmetric_case>& ep_cases();
+/// Which of its calls go together.
+const std::vector<symmetric_case>& ep_call_cases();
 /// The same for ep::low_latency_exchange.
 const std::vector<symmetric_case>& low_latency_cases();
 /// And when a rank does not come.

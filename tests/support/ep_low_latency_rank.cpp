@@ -106,8 +106,11 @@ void low_latency_rank::expect_received(const ep_script& script, const ep::low_la
   const auto scales = get(got.scales, script.scaled() ? x_rows * script.scale_count() : 0);
   const ep_sent sent(script);
   std::vector<std::int32_t> group(static_cast<std::size_t>(local));
-  std::vector<std::int32_t> expert_rows;
-  if (script.by_expert()) expert_rows = get(got.expert_rows, all * top_k);
+  std::vector<std::int32_t> expert_rows, row_places;
+  if (script.by_expert()) {
+    expert_rows = get(got.expert_rows, all * top_k);
+    row_places = get(got.row_places, x_rows);
+  }
   std::size_t wrong = 0;
   for (const auto [row, at] : places(script, without)) {
     const std::size_t source = at / batch(script);
@@ -127,6 +130,7 @@ void low_latency_rank::expect_received(const ep_script& script, const ep::low_la
       const auto expert = static_cast<std::size_t>(id % local);
       const std::size_t place = expert * all + static_cast<std::size_t>(group[expert]++);
       wrong += expert_rows[choice] != static_cast<std::int32_t>(place);
+      wrong += row_places[place] != static_cast<std::int32_t>(at);
       wrong += !sent.is_row(rows[row], x, scales, place);
     }
   }

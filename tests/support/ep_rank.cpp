@@ -115,6 +115,8 @@ void ep_rank::expect_received(const ep_script& script, const ep::received& got,
   EXPECT_EQ(wrong, 0u);
   EXPECT_EQ(get(got.source_end, mates.size()), expected_ends);
   EXPECT_EQ(counts.by_expert, by_expert);
+  const auto expert_tokens = get(got.expert_tokens, by_expert.size());
+  EXPECT_EQ(std::vector<std::size_t>(expert_tokens.begin(), expert_tokens.end()), by_expert);
   EXPECT_EQ(counts.spilled,
             expected.size() - std::min(expected.size(), exchange_.options().device_rows));
   if (script.by_expert()) {
@@ -148,7 +150,7 @@ void ep_rank::expect_by_expert(const ep_script& script, const ep::received& got,
   const ep_sent sent(script);
   const auto x = get(static_cast<const std::byte*>(got.x), all * script.row_bytes());
   const auto scales = get(got.scales, script.scaled() ? all * script.scale_count() : 0);
-  std::vector<std::int32_t> expected_experts(all, -1);
+  std::vector<std::int32_t> expected_experts(all, -1), expected_places(all, -1);
   std::vector<std::int32_t> next(begin.begin(), begin.end());
   std::size_t wrong = 0;
   for (std::size_t row = 0; row < rows.size(); ++row) {
@@ -160,11 +162,13 @@ void ep_rank::expect_by_expert(const ep_script& script, const ep::received& got,
       const auto place = static_cast<std::size_t>(at);
       ASSERT_LT(place, all);
       expected_experts[place] = expert;
+      expected_places[place] = static_cast<std::int32_t>(row);
       wrong += !sent.is_row(rows[row], x, scales, place);
     }
   }
   EXPECT_EQ(wrong, 0u);
   EXPECT_EQ(get(got.row_experts, all), expected_experts);
+  EXPECT_EQ(get(got.row_places, all), expected_places);
   const auto alignment = static_cast<std::int32_t>(script.options.expert_alignment);
   for (std::size_t e = 0; e < local; ++e) {
     EXPECT_EQ(begin[e] % alignment, 0);

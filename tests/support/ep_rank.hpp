@@ -24,6 +24,8 @@ class ep_rank final : public ep_tensors {
 
   ep::exchange& exchange() { return exchange_; }
   ep::plan& plan() { return plan_; }
+  /// Where ranks are on several nodes.
+  std::optional<symmetric_channel>& across() { return across_; }
 
   /// bf16 rows to send backward: those of the rank's sums.
   ep::tokens upload_gradients(const ep_script& script, const ep_script& routing);

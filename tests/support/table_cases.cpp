@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/support/table_cases.hpp"
 
+#include "tests/support/fault_driver.hpp"
 #include "tests/support/scoped_capture.hpp"
 #include "tests/support/table_rank.hpp"
 #include "tests/support/thread_ranks.hpp"
 
+#include <evmm/comm/symmetric_buffer.hpp>
 #include <evmm/comm/symmetric_channel.hpp>
 #include <evmm/error.hpp>
 #include <evmm/units.hpp>
@@ -13,10 +15,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
+#include <future>
 #include <limits>
+#include <optional>
 #include <random>
 #include <set>
 #include <string>
+#include <utility>
 
 namespace evmm::test {
 
@@ -365,6 +371,30 @@ void what_does_not_fit_leaves_the_heap_as_it_was(const rank_context& at) {
   heap.close();
 }
 
+void a_table_ends_when_its_writes_have(const rank_context& at) {
+  const auto ranks = static_cast<std::size_t>(at.ranks->size());
+  const auto me = static_cast<std::size_t>(at.ranks->rank().value);
+  symmetric_heap heap(at.make({.reserve = 256_MiB}), {.growth_step = 2_MiB});
+  const native_stream first = at.on->create_stream(at.device);
+  const native_stream second = at.on->create_stream(at.device);
+  symmetric_buffer<std::byte> from(heap, 16_KiB);
+  const std::span<const std::byte> rows = from.elements();
+  std::optional<ep::table> made(std::in_place, heap,
+                                ep::table_options{.rows = ranks * 128, .row_bytes = 128});
+  {
+    stream_gate gate(*at.on, first);
+    made->write(me * 128, rows, first);
+    made->write(me * 128, rows.first(128), second);
+    const auto gone = std::async(std::launch::async, [&] { made.reset(); });
+    EXPECT_EQ(gone.wait_for(std::chrono::milliseconds(50)), std::future_status::timeout)
+        << "its memory is written still";
+    gate.open();
+  }
+  at.on->destroy_stream(first);
+  at.on->destroy_stream(second);
+  at.ranks->barrier("the tables are gone");
+}
+
 void random_tables_are_exact(const rank_context& at) {
   run_random_tables(at, 6, 13);
 }
@@ -426,6 +456,7 @@ const std::vector<symmetric_case>& table_cases() {
       EVMM_CASE(a_captured_gather_is_replayed),
       EVMM_CASE(wrong_calls_are_refused),
       EVMM_CASE(what_does_not_fit_leaves_the_heap_as_it_was),
+      EVMM_CASE(a_table_ends_when_its_writes_have),
       EVMM_CASE(random_tables_are_exact),
   };
 #undef EVMM_CASE

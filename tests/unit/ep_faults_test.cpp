@@ -120,6 +120,45 @@ TEST_P(ep_faults, a_failure_on_one_rank_fails_on_all_and_leaves_nothing) {
   });
   for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
 }
+TEST(ep_calls, a_rank_that_fails_between_the_steps_of_a_dispatch_does_not_go_on) {
+  const auto bootstraps = make_thread_bootstraps(2);
+  const auto thrown = run_ranks(2, [&](int rank) {
+    const auto faulty = fault_driver::make(host_driver::make({}));
+    const rank_context at{.ranks = bootstraps[static_cast<std::size_t>(rank)], .on = faulty};
+    symmetric_heap heap(at.make());
+    ep::exchange exchange(heap, {.experts = 2,
+                                 .top_k = 1,
+                                 .hidden = 128,
+                                 .max_tokens = 4,
+                                 .sms = 1,
+                                 .timeout = std::chrono::milliseconds(300)});
+    ep::plan plan = exchange.make_plan();
+    const auto dispatch = [&] {
+      exchange.dispatch({}, plan, nullptr);
+      faulty->synchronize(native_stream{});
+    };
+    // Before the first step nothing has happened: it may be tried again.
+    if (rank == 1) {
+      faulty->fail_call(driver_call::launch, 0);
+      EXPECT_THAT(thrown_by(dispatch), HasSubstr("launch fails"));
+    }
+    dispatch();
+    exchange.check();
+    at.ranks->barrier("both are in step");
+    if (rank == 1) {
+      faulty->fail_call(driver_call::launch, 1);
+      EXPECT_THAT(thrown_by(dispatch), HasSubstr("launch fails"));
+      EXPECT_THAT(thrown_by(dispatch), HasSubstr("failed between its steps"));
+      EXPECT_NE(thrown_by([&] { exchange.combine(plan, nullptr, nullptr, nullptr); }), "");
+    } else {
+      dispatch();
+      EXPECT_THAT(thrown_by([&] { exchange.check(); }), HasSubstr("ranks 1 did not come"));
+    }
+    at.ranks->barrier("both have seen it");
+  });
+  for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
+}
+
 INSTANTIATE_TEST_SUITE_P(objects, ep_faults, ::testing::ValuesIn(objects()),
                          [](const auto& info) { return info.param.name; });
 

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/support/ep_cases.hpp"
+#include "tests/support/fault_driver.hpp"
+#include "tests/support/forwarding_driver.hpp"
 #include "tests/support/thread_ranks.hpp"
 
+#include <evmm/comm/symmetric_buffer.hpp>
 #include <evmm/comm/symmetric_channel.hpp>
 #include <evmm/ep/exchange.hpp>
 #include <evmm/ep/low_latency.hpp>
@@ -12,6 +15,9 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -105,10 +111,109 @@ TEST(ep_nodes, a_rank_that_did_not_come_is_named_as_the_job_does) {
   for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
 }
 
+/// Tells who waits for the default stream.
+class default_stream_driver final : public forwarding_driver {
+ public:
+  using forwarding_driver::forwarding_driver;
+  void synchronize(native_stream stream) override {
+    if (stream == native_stream{} && on_wait) on_wait();
+    forwarding_driver::synchronize(stream);
+  }
+  void synchronize(native_event event) override { forwarding_driver::synchronize(event); }
+  std::function<void()> on_wait;
+};
+
+TEST(ep_heap, what_other_streams_do_with_freed_blocks_is_over_before_they_are_used) {
+  for (const std::vector<std::string>& hosts : {std::vector<std::string>{"a", "a"}, {"a", "b"}}) {
+    const auto bootstraps = make_thread_bootstraps(2, hosts);
+    const auto thrown = run_ranks(2, [&](int rank) {
+      const auto on = std::make_shared<default_stream_driver>(host_driver::make({}));
+      const rank_context at{.ranks = bootstraps[static_cast<std::size_t>(rank)], .on = on};
+      symmetric_heap heap(at.make({.reserve = 1_GiB, .max_segments = 64}), {.growth_step = 2_MiB});
+      std::optional<symmetric_channel> across;
+      if (at.ranks->node_count() > 1) across.emplace(heap.region());
+      const native_stream before = on->create_stream({0});
+      // Blocks are freed while `before` is held in the middle of its work on them.
+      const auto expect_waited = [&](const char* what, const std::function<void()>& make) {
+        symmetric_buffer<std::byte> held(heap, 1_MiB, before);
+        stream_gate gate(*on, before);
+        on->fill(reinterpret_cast<address>(held.local()), std::byte{0x7f}, held.bytes(), before);
+        held.reset();
+        bool waited = false;
+        on->on_wait = [&] {
+          waited = true;
+          gate.open();
+        };
+        make();
+        on->on_wait = {};
+        EXPECT_TRUE(waited) << what;
+      };
+      const ep::exchange_options options{.experts = 2, .top_k = 1, .hidden = 128, .max_tokens = 4};
+      const ep::low_latency_options few{.experts = 2, .top_k = 1, .hidden = 128, .max_tokens = 4};
+      std::optional<ep::exchange> exchange;
+      std::optional<ep::plan> plan;
+      std::optional<ep::low_latency_exchange> low_latency;
+      expect_waited("exchange", [&] {
+        across ? exchange.emplace(heap, *across, options) : exchange.emplace(heap, options);
+      });
+      expect_waited("plan", [&] { plan.emplace(exchange->make_plan()); });
+      expect_waited("low latency", [&] {
+        across ? low_latency.emplace(heap, *across, few) : low_latency.emplace(heap, few);
+      });
+      exchange->dispatch({}, *plan, before);
+      ep::low_latency_exchange::round round;
+      low_latency->dispatch({}, round, before);
+      if (across) across->synchronize(before);
+      on->synchronize(before);
+      exchange->check();
+      EXPECT_EQ(exchange->counts().rows, 0u);
+      EXPECT_EQ(low_latency->dead_ranks(), 0u);
+      if (across) across->close();
+    });
+    for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
+  }
+}
+
+TEST(ep_heap, a_rank_that_has_not_come_yet_sent_nothing) {
+  for (const auto arranged : {ep::layout::by_source, ep::layout::by_expert}) {
+    const auto bootstraps = make_thread_bootstraps(2);
+    const auto thrown = run_ranks(2, [&](int rank) {
+      const rank_context at{.ranks = bootstraps[static_cast<std::size_t>(rank)],
+                            .on = host_driver::make({})};
+      symmetric_heap heap(at.make({.reserve = 1_GiB}), {.growth_step = 2_MiB});
+      {  // What others leave behind are no counts.
+        const symmetric_buffer<std::byte> before(heap, 1_MiB);
+        at.on->fill(reinterpret_cast<address>(before.local()), std::byte{0x11}, before.bytes(),
+                    nullptr);
+      }
+      ep::exchange exchange(heap, {.experts = 2,
+                                   .top_k = 1,
+                                   .hidden = 128,
+                                   .arranged = arranged,
+                                   .max_tokens = 4,
+                                   .sms = 1,
+                                   .timeout = std::chrono::milliseconds(100)});
+      ep::plan plan = exchange.make_plan();
+      if (rank == 0) {
+        const symmetric_buffer<std::uint16_t> x(heap, 4 * 128);
+        const symmetric_buffer<std::int64_t> ids(heap, 4);
+        for (std::int64_t& id : ids.elements()) id = 0;
+        exchange.dispatch({.x = x.local(), .topk_ids = ids.local(), .count = 4}, plan, nullptr);
+        at.on->synchronize(native_stream{});
+        EXPECT_EQ(exchange.counts().rows, 4u);
+        EXPECT_THAT(thrown_by([&] { exchange.check(); }), ::testing::HasSubstr("ranks 1 did not"));
+      }
+      at.ranks->barrier("the other one does not come");
+    });
+    for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
+  }
+}
+
 std::vector<threads_case> all_cases() {
   std::vector<threads_case> all;
   for (const char* hosts : {"a", "aa", "aaaa", "ab", "abab", "abc"}) {
-    for (const auto* cases : {&ep_cases(), &low_latency_cases(), &lost_rank_cases()}) {
+    for (const auto* cases :
+         {&ep_cases(), &ep_call_cases(), &low_latency_cases(), &lost_rank_cases()}) {
       for (const symmetric_case& tried : *cases) all.push_back({hosts, tried});
     }
   }

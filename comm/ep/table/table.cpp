@@ -65,6 +65,13 @@ void table::state::end_gather(native_stream stream) {
   last.recorded = true;
 }
 
+void table::state::end_write(native_stream stream) {
+  if (on().capture(stream).status != capture_status::none) return;
+  if (written) on().wait(stream, write->get());
+  on().record(write->get(), stream);
+  written = true;
+}
+
 void table::state::check_gather(std::span<const std::int64_t> indices, void* out,
                                 native_stream stream, const gather_options& how) const {
   if (!indices.empty() && indices.data() == nullptr) {
@@ -185,6 +192,7 @@ void table::write(std::size_t first, std::span<const std::byte> rows, native_str
   if (s.shape.sets > 0 && count > 0) {
     s.steps->drop(s.shape, caches_of::all_ranks, first, count, stream);
   }
+  s.end_write(stream);
 }
 
 void table::scatter(std::span<const std::int64_t> indices, const void* rows, native_stream stream) {
@@ -198,6 +206,7 @@ void table::scatter(std::span<const std::int64_t> indices, const void* rows, nat
   s.refuse_capture(stream);
   const device_scope scope(s.on(), s.device());
   s.steps->scatter(s.shape, indices.data(), indices.size(), static_cast<const char*>(rows), stream);
+  s.end_write(stream);
   if (s.options.check_indices) s.check(stream);
 }
 
@@ -206,6 +215,7 @@ void table::invalidate(std::size_t first, std::size_t count, native_stream strea
   if (s.shape.sets == 0 || count == 0) return;
   const device_scope scope(s.on(), s.device());
   s.steps->drop(s.shape, caches_of::this_rank, first, count, stream);
+  s.end_write(stream);
 }
 
 table_statistics table::statistics(native_stream stream) {

@@ -119,7 +119,7 @@ table::state::state(symmetric_heap& given, const table_options& wanted)
     multiprocessors = on().describe(device()).multiprocessors;
     own.emplace(on(), device());
     events = std::make_shared<event_store>(on(), device());
-    for (auto* const event : {&eager.event, &captured.event, &issued_after}) {
+    for (auto* const event : {&eager.event, &captured.event, &write, &issued_after}) {
       event->emplace(on(), device());
     }
     // The blocks may have been another stream's, for which the default stream waits.
@@ -132,9 +132,11 @@ table::state::state(symmetric_heap& given, const table_options& wanted)
 }
 
 table::state::~state() {
-  // Those on other streams; the table's own waits for itself.
-  if (!eager.recorded) return;
-  log_failure("waiting for a table's gathers", [&] { on().synchronize(eager.event->get()); });
+  // What is on other streams; the table's own waits for itself.
+  log_failure("waiting for a table's gathers and writes", [&] {
+    if (eager.recorded) on().synchronize(eager.event->get());
+    if (written) on().synchronize(write->get());
+  });
 }
 
 symmetric_buffer<std::byte> table::state::make_rows() {

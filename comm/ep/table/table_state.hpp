@@ -51,6 +51,9 @@ struct table::state {
   /// The work on `stream` that is enqueued between these two comes after all gathers so far.
   void begin_gather(native_stream stream);
   void end_gather(native_stream stream);
+  /// Behind what `stream` wrote, for the end of the table to wait for. Writes on several streams
+  /// come one after the other, so that the last one stands for all.
+  void end_write(native_stream stream);
   std::size_t host_bytes();
   bool orders(std::size_t indices, const gather_options& how);
   table_counts counts_now(native_stream stream);
@@ -73,6 +76,8 @@ struct table::state {
   std::shared_ptr<event_store> events;
   std::optional<scoped_event> issued_after;
   last_gather eager, captured;
+  std::optional<scoped_event> write;
+  bool written = false;
   std::optional<std::uint64_t> host_bytes_epoch;
   std::size_t host_bytes_then = 0;
 };

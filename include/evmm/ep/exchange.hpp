@@ -121,8 +121,8 @@ struct row_counts {
 class exchange;
 
 /// Where the tokens of one dispatch went: combine needs it, and a dispatch of other contents with
-/// the same routing. Memory of the heap, made by exchange::make_plan(); may not outlive the
-/// exchange.
+/// the same routing. Memory of the heap, made by exchange::make_plan() and for that exchange alone;
+/// may not outlive it. Before it is destroyed the streams of its calls must be past them.
 class plan {
  public:
   plan(plan&&) noexcept;
@@ -142,7 +142,9 @@ class plan {
 /// symmetric_channel between nodes.
 ///
 /// Memory: buffers of a symmetric heap, sized for the worst case, of which `device_rows` lie on the
-///   device. Outputs lie where the user's kernels read them: nothing is copied out.
+///   device. Outputs lie where the user's kernels read them: nothing is copied out. Rows in both
+///   tiers have segments of their own, new ones for each exchange; those of one that is gone are
+///   free memory of the heap, which symmetric_heap::trim() gives back before the next is made.
 /// Nodes: a token goes to each other node that has experts of it once, to the rank that has its
 ///   sender's index there, which sends it on as one of its own; the node's sum comes back the same
 ///   way, as bf16. Rows are then sorted by the rank of this node that sent them on, and `tokens`
@@ -159,7 +161,10 @@ class plan {
 ///   and routing are read when it runs. Read `received::rows` there: counts() tells of the last
 ///   dispatch that ran.
 /// Errors: what the CPU can see is an invalid_argument before anything is enqueued. A peer that
-///   does not come within `timeout` is left out; check() says so.
+///   does not come within `timeout` is waited for no longer: the round goes on with what it sent
+///   before, so that its results stand for nothing, and check() says so. A driver that fails
+///   between the steps of a dispatch leaves this rank out of step: its later calls are
+///   driver_errors.
 /// Sums are made in one order, so that runs are equal bit for bit.
 class exchange {
  public:
@@ -174,14 +179,16 @@ class exchange {
   exchange(const exchange&) = delete;
   exchange& operator=(const exchange&) = delete;
 
-  /// Collective.
+  /// Collective, and outside of captures, as it takes memory of the heap. Waits until others are
+  /// past what they did with that memory.
   plan make_plan();
 
   /// Sends each token to the ranks of its experts, once each, and fills `to` with where it went.
   /// Throws invalid_argument for more than max_tokens, before anything is sent.
   received dispatch(const tokens& from, plan& to, native_stream stream);
   /// Sends other rows by the same routing, which is not worked out anew: ids, as many tokens, and
-  /// their order are those of the dispatch that filled the plan.
+  /// their order are those of the dispatch that filled the plan. This and what follows throws
+  /// invalid_argument for a plan that no dispatch of this exchange has filled.
   received dispatch_again(const tokens& from, const plan& by, native_stream stream);
 
   /// Where the user writes what the experts made: bf16 [capacity][hidden], weights applied, by
@@ -190,7 +197,8 @@ class exchange {
   /// Sums, for each token of the plan, the rows of all ranks that it went to, in FP32 and in the
   /// order of ranks. By expert, the rows of a rank's experts are summed there first, times their
   /// weights, and rounded to bf16. `out` and `bias` (or null) are bf16 [tokens][hidden] on the
-  /// device. Every rank's combine buffer must be written by work before it on its stream.
+  /// device. Every rank's combine buffer must be written by work before it on its stream. By expert
+  /// the plan is that of the last call that sent rows, since what lies by expert is that call's.
   void combine(const plan& by, void* out, const void* bias, native_stream stream);
 
   /// The gradient of combine(): sends `sums.x`, the gradients of its sums (bf16, whatever
@@ -205,19 +213,25 @@ class exchange {
   /// The gradient of dispatch: sums what is in the combine buffers, the gradients of the received
   /// rows, into `x` (bf16 [tokens][hidden]), without weights. With `weights` (f32
   /// [tokens][top_k]) not null, the gradients of the weights come back as well, those of
-  /// `topk_ids`; 0 where nobody was chosen.
+  /// `topk_ids`; 0 where nobody was chosen. Across nodes all ranks give weights, those without
+  /// tokens any pointer, or none does. By expert, and with weights across nodes, by the plan of the
+  /// last call that sent rows, as combine().
   void dispatch_backward(const plan& by, void* x, const std::int64_t* topk_ids, float* weights,
                          native_stream stream);
 
   /// Blocks until the counts of the last dispatch are known, which is before its rows have arrived.
+  /// Waits for none that was captured.
   row_counts counts();
   /// Collective: lets `device_rows` (and device_expert_rows) follow what was received: as many as
   /// the most that any rank received in one dispatch since the last call, times `headroom`,
   /// moving whole segments of the buffers between the tiers; nothing where all lies on the device.
-  /// Contents and addresses stay. Waits for the streams of its calls first. Returns device_rows as
-  /// they are then, which options() tells too. Throws invalid_argument for a headroom below 1 or
-  /// above 1,000, and what symmetric_heap::migrate throws.
-  std::size_t adapt(double headroom = 1.25);
+  /// Contents and addresses stay. Waits first for the streams of its calls since it last did, which
+  /// live until then, and for `in_use`: name there what replays graphs of its calls, and other
+  /// streams that use its buffers. Returns device_rows as they are then, which options() tells too.
+  /// Throws, on all ranks alike, invalid_argument for a headroom below 1, above 1,000 or not equal
+  /// on all ranks, and what symmetric_heap::migrate throws; what was received then counts for the
+  /// next call still.
+  std::size_t adapt(double headroom = 1.25, const uses& in_use = {});
   /// Throws peer_error naming the ranks for which a kernel has waited in vain so far, and
   /// invalid_argument when a token chose an expert that there is not.
   void check();

@@ -22,7 +22,7 @@ struct table_options {
   /// Where the rows lie. With device_first and host_first a rank's rows may lie in both tiers.
   tier_policy tiers = tier_policy::host_only;
   /// With device_first: so many rows of each rank, the first ones, lie in DEVICE memory, the others
-  /// in HOST_NUMA memory. 0: as the heap has room.
+  /// in HOST_NUMA memory, in new segments of their own, as an exchange's. 0: as the heap has room.
   std::size_t device_rows = 0;
   /// Rows that each rank keeps copies of in its own DEVICE memory, rounded up to a multiple of 8;
   /// 0: none. What was gathered last stays.
@@ -109,7 +109,7 @@ class table {
   /// Throws invalid_argument for options that cannot be or that differ, unsupported when ranks are
   /// on several nodes, out_of_memory.
   table(symmetric_heap& heap, const table_options& options);
-  /// Waits for this rank's gathers. Those of peers must be over.
+  /// Waits for this rank's gathers and writes. Those of peers must be over.
   ~table();
   table(const table&) = delete;
   table& operator=(const table&) = delete;
