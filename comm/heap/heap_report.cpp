@@ -15,6 +15,7 @@ namespace evmm {
 heap_report symmetric_heap::report() {
   state& s = *state_;
   s.check_open();
+  s.meet();
   const region_statistics held = s.region.statistics();
   memory_usage device;
   agree_on(s.region.ranks(), "symmetric_heap: report",

@@ -95,7 +95,7 @@ void symmetric_heap::state::check_pool(pool_id pool) const {
 
 void symmetric_heap::state::finish(std::uint64_t result) {
   calls.finish(result);
-  if (options.check == divergence_check::every_call) meet("symmetric_heap: check");
+  if (options.check == divergence_check::every_call) meet();
 }
 
 void symmetric_heap::state::note(trace_action action, std::size_t offset, std::size_t bytes,
@@ -314,7 +314,7 @@ grown symmetric_heap::grow(tier kind, std::size_t bytes, pool_id pool) {
                  .tiers = static_cast<std::uint8_t>(kind),
                  .pool = number(pool),
                  .first = bytes});
-  const auto ranks_now = s.meet("symmetric_heap: grow");
+  const auto ranks_now = s.meet();
   s.require_room(kind, s.region.planned_growth(bytes), ranks_now);
   const grown added = s.grow(kind, bytes, pool);
   s.finish(added.bytes);
@@ -332,7 +332,7 @@ std::size_t symmetric_heap::trim(std::size_t keep_free, const uses& in_use) {
   const auto here = s.enter();
   s.settle_captured();
   s.calls.begin({.call = heap_call::trim, .first = keep_free});
-  s.meet("symmetric_heap: trim");
+  s.meet();
   const std::size_t bytes = s.trim(keep_free, in_use);
   s.finish(bytes);
   return bytes;
@@ -351,9 +351,9 @@ std::size_t symmetric_heap::migrate(std::size_t offset, std::size_t bytes, tier 
                  .first = offset,
                  .second = bytes});
   const auto touched = [&](const heap_segment& of) {
-    return of.offset < offset + bytes && of.end() > offset;
+    return bytes > 0 && of.offset < offset + bytes && of.end() > offset;
   };
-  const auto ranks_now = s.meet("symmetric_heap: migrate");
+  const auto ranks_now = s.meet();
   s.require_room(kind, s.bytes_to_move(kind, touched), ranks_now);
   const std::size_t moved = s.migrate(offset, offset + bytes, kind, in_use);
   s.finish(moved);
@@ -368,7 +368,7 @@ std::size_t symmetric_heap::migrate(pool_id pool, tier kind, const uses& in_use)
                  .tiers = static_cast<std::uint8_t>(kind),
                  .pool = number(pool)});
   const auto belongs = [&](const heap_segment& of) { return of.pool == pool; };
-  const auto ranks_now = s.meet("symmetric_heap: migrate");
+  const auto ranks_now = s.meet();
   s.require_room(kind, s.bytes_to_move(kind, belongs), ranks_now);
   std::size_t moved = 0;
   // Run by run: an allocation may lie in several segments.
@@ -387,7 +387,7 @@ std::size_t symmetric_heap::compact(const uses& in_use) {
   state& s = *state_;
   const auto here = s.enter();
   s.calls.begin({.call = heap_call::compact});
-  s.meet("symmetric_heap: compact");
+  s.meet();
   const std::size_t left = s.compact(in_use);
   s.finish(left);
   return left;
@@ -395,7 +395,7 @@ std::size_t symmetric_heap::compact(const uses& in_use) {
 
 void symmetric_heap::verify() {
   state_->check_open();
-  state_->serve_requests(state_->meet("symmetric_heap: verify"));
+  state_->serve_requests(state_->meet());
 }
 
 symmetric_region& symmetric_heap::region() const {
