@@ -171,7 +171,9 @@ std::optional<std::size_t> symmetric_heap::state::grow_spanning(
   const auto give_back = [&] {
     if (region.size() == before) return;
     log_failure("giving back a growth that was not enough", [&] {
-      region.shrink(region.size() - before);
+      const std::size_t more = region.size() - before;
+      note(trace_action::segment_unmap, before, more, nullptr, request.pool);
+      region.shrink(more);
       adopt_segments(request.pool);
     });
   };

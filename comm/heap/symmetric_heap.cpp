@@ -66,6 +66,13 @@ symmetric_heap::state::state(symmetric_region taken, const symmetric_heap_option
                     all[0].growth_step, all[0].check, r, all[r].growth_step, all[r].check),
         "give every rank the same `growth_step` and `check`");
   }
+  for (const segment& held : region.segments(region.rank())) {  // alike on all ranks
+    if (held.state == segment_state::mapped) continue;
+    throw invalid_argument(
+        fmt::format("{} at {} of the region are discarded, and a heap would hand them out",
+                    format_bytes(held.bytes), format_bytes(held.offset)),
+        "restore() the region first");
+  }
   books.add(account);
   pools[pool_id{}] = {};
   adopt_segments(pool_id{});
@@ -151,14 +158,19 @@ std::size_t symmetric_heap::state::allocate(std::size_t bytes, native_stream str
   }
   if (at_peak) books.settle(account);
   note(trace_action::alloc, at, size, stream, request.pool);
+  if (happened.wants_stack(trace_action::alloc)) taken.stack = call_stack::here();
   finish(at);
   return at;
+}
+
+bool symmetric_heap::state::is_pending(std::size_t offset) const {
+  return std::find(captured.begin(), captured.end(), offset) != captured.end();
 }
 
 heap_block& symmetric_heap::state::live(std::size_t offset, const char* doing) {
   check_open();
   heap_block* const found = blocks.find_live(offset);
-  const bool freed = std::find(captured.begin(), captured.end(), offset) != captured.end();
+  const bool freed = is_pending(offset);
   if (found != nullptr && !freed) return *found;
   throw invalid_argument(fmt::format("cannot {} offset {}: {}", doing, offset,
                                      freed ? "it was freed" : "no live allocation begins there"));
@@ -170,7 +182,7 @@ void symmetric_heap::state::free(std::size_t offset) {
   calls.begin({.call = heap_call::free, .first = offset});
   {
     const std::lock_guard held(account.guard());
-    account.free(class_of(block.bytes), block.bytes, block.requested);
+    account.defer(class_of(block.bytes), block.bytes, block.requested);
   }
   note(trace_action::free_requested, offset, block.bytes, block.stream,
        blocks.segments()[blocks.segment_at(offset)].pool);
@@ -195,6 +207,10 @@ void symmetric_heap::state::settle_captured() {
       continue;
     }
     used.add(block.at, block.bytes, streams);
+    {
+      const std::lock_guard held(account.guard());
+      account.complete(class_of(block.bytes), block.bytes);
+    }
     note(trace_action::free_completed, block.at, block.bytes, block.stream,
          blocks.segments()[blocks.segment_at(block.at)].pool);
     blocks.put(block);

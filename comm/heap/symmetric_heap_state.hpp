@@ -40,6 +40,8 @@ struct symmetric_heap::state {
   void record_stream(std::size_t offset, native_stream stream);
   /// The live block at `offset`. Throws invalid_argument.
   heap_block& live(std::size_t offset, const char* doing);
+  /// Whether the block there was freed, and may still be used by a graph.
+  bool is_pending(std::size_t offset) const;
 
   // --- memory (heap_growth.cpp) ---------------------------------------------------------------
 
