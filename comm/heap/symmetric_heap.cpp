@@ -157,8 +157,8 @@ std::size_t symmetric_heap::state::allocate(std::size_t bytes, native_stream str
     at_peak = account.allocate(class_of(size), size, bytes);
   }
   if (at_peak) books.settle(account);
-  note(trace_action::alloc, at, size, stream, request.pool);
   if (happened.wants_stack(trace_action::alloc)) taken.stack = call_stack::here();
+  note(trace_action::alloc, at, size, stream, request.pool);
   finish(at);
   return at;
 }
