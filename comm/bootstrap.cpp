@@ -75,6 +75,33 @@ void require_same_call(const std::vector<frame>& frames) {
                    "collective calls must be made by all ranks in the same order");
 }
 
+/// Throws the error of the lowest rank that has one, as agree() promises. Verdicts are by rank, and
+/// empty where nothing failed.
+void throw_lowest(const std::vector<byte_vector>& verdicts) {
+  std::optional<wire_error> told;
+  int others = -1;
+  for (std::size_t r = 0; r < verdicts.size(); ++r) {
+    const byte_vector& verdict = verdicts[r];
+    if (verdict.empty()) continue;
+    ++others;
+    wire_reader in(verdict, fmt::format("rank {}", r));
+    auto failure = get_error(in);
+    // A rank that waited in vain tells nothing of what kept the other.
+    if (told && (told->category != error_category::timed_out ||
+                 failure.category == error_category::timed_out)) {
+      continue;
+    }
+    failure.info.message = fmt::format("rank {}: {}", r, failure.info.message);
+    told = std::move(failure);
+  }
+  if (!told) return;
+  if (others > 0) {
+    told->info.message +=
+        fmt::format(" (and {} more rank{} failed)", others, others > 1 ? "s" : "");
+  }
+  throw_error(told->category, std::move(told->info));
+}
+
 std::string first_line(const char* path) {
   std::ifstream file(path);
   std::string line;
@@ -160,9 +187,6 @@ void bootstrap::barrier(std::string_view step) {
 
 byte_vector bootstrap::broadcast(std::span<const std::byte> bytes, rank_id root,
                                  std::string_view step) {
-  if (root.value < 0 || root.value >= size_) {
-    throw invalid_argument(fmt::format("broadcast from rank {} of {} ranks", root.value, size_));
-  }
   wire_writer out;
   out.put(root);
   if (root == rank_) out.append(bytes);
@@ -172,6 +196,11 @@ byte_vector bootstrap::broadcast(std::span<const std::byte> bytes, rank_id root,
   for (int r = 0; r < size_; ++r) {
     wire_reader in(gathered[static_cast<std::size_t>(r)], fmt::format("rank {}", r));
     const auto named = in.get<rank_id>();
+    if (named.value < 0 || named.value >= size_) {
+      throw invalid_argument(fmt::format("{}: rank {} expects it from rank {} of {} ranks",
+                                         describe(static_cast<std::size_t>(call::broadcast), step),
+                                         r, named.value, size_));
+    }
     if (r == 0) first_root = named;
     if (named != first_root) {
       throw peer_error(fmt::format("{}: rank 0 expects it from rank {}, rank {} from rank {}",
@@ -203,28 +232,7 @@ void bootstrap::agree(std::exception_ptr mine, std::string_view step) {
     }
     throw;
   }
-  std::optional<wire_error> told;
-  int others = -1;
-  for (int r = 0; r < size_; ++r) {
-    const byte_vector& verdict = verdicts[static_cast<std::size_t>(r)];
-    if (verdict.empty()) continue;
-    ++others;
-    wire_reader in(verdict, fmt::format("rank {}", r));
-    auto failure = get_error(in);
-    // A rank that waited in vain tells nothing of what kept the other.
-    if (told && (told->category != error_category::timed_out ||
-                 failure.category == error_category::timed_out)) {
-      continue;
-    }
-    failure.info.message = fmt::format("rank {}: {}", r, failure.info.message);
-    told = std::move(failure);
-  }
-  if (!told) return;
-  if (others > 0) {
-    told->info.message +=
-        fmt::format(" (and {} more rank{} failed)", others, others > 1 ? "s" : "");
-  }
-  throw_error(told->category, std::move(told->info));
+  throw_lowest(verdicts);
 }
 
 std::shared_ptr<node_link> bootstrap::make_link() {
@@ -244,12 +252,25 @@ std::string bootstrap::host_identity() {
          environment("EVMM_HOST_ID").value_or(std::string());
 }
 
-void bootstrap::find_nodes(const std::string& identity) {
-  const auto gathered = all_gather(std::as_bytes(std::span{identity}), "find_nodes");
-  std::vector<std::string> identities;
-  for (const auto& bytes : gathered) {
-    identities.emplace_back(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+void bootstrap::find_nodes() {
+  wire_writer mine;
+  try {
+    mine.put_text(host_identity());
+  } catch (...) {
+    const auto why = describe_error(std::current_exception());
+    mine.put_text({});
+    put_error(mine, why.category, why.info);
   }
+  const auto gathered = all_gather(mine.take(), "find_nodes");
+  std::vector<std::string> identities;
+  std::vector<byte_vector> verdicts;
+  for (std::size_t r = 0; r < gathered.size(); ++r) {
+    wire_reader in(gathered[r], fmt::format("rank {}", r));
+    identities.push_back(in.get_text());
+    const auto verdict = in.rest();
+    verdicts.emplace_back(verdict.begin(), verdict.end());
+  }
+  throw_lowest(verdicts);
   set_nodes(identities);
 }
 

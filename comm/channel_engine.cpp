@@ -165,7 +165,7 @@ bool channel_engine::advance() {
   bool moved = false;
   for (operation& each : under_way_) moved = advance(each, now) || moved;
   if (!mail_) return moved;
-  mail_->check_deadlines(now, patience_);
+  mail_->keep_time(now, patience_);
   return mail_->advance() || moved;
 }
 

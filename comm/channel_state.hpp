@@ -4,6 +4,7 @@
 #include "comm/channel_engine.hpp"
 #include "comm/footprint.hpp"
 #include "lib/memory/copier.hpp"
+#include "lib/memory/device_scope.hpp"
 
 #include <evmm/comm/symmetric_channel.hpp>
 
@@ -29,6 +30,8 @@ struct symmetric_channel::state {
     return region.reachable(rank) ? channel_path::direct : channel_path::link;
   }
 
+  /// While it lives, the default stream is that of the region's device.
+  [[nodiscard]] device_scope enter() const { return {on, region.device()}; }
   /// What every call that enqueues something checks first.
   void check_call(native_stream stream);
   /// Throws why the channel is broken, if it is.
@@ -36,6 +39,7 @@ struct symmetric_channel::state {
   void check_open() const;
   void check_rank(rank_id rank) const;
   void check_span(std::string_view what, std::size_t offset, std::size_t bytes) const;
+  void check_memory(std::string_view what, address at, std::size_t bytes) const;
   void check_signal(const signal_word& signal) const;
 
   void put(rank_id to, std::size_t offset, std::span<const std::byte> from,

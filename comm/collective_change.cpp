@@ -2,6 +2,7 @@
 #include "comm/collective_change.hpp"
 
 #include "lib/memory/copier.hpp"
+#include "lib/memory/device_scope.hpp"
 
 #include <algorithm>
 #include <chrono>
@@ -84,6 +85,7 @@ void run_steps(const collective_context& context, const collective_change& chang
   agree("quiesce", times.quiesce, [&] {
     followed.ask();
     announced.emplace(context.observers, change.what, context.rollbacks);
+    const device_scope current(context.on, context.device);
     wait_for(context.on, change.in_use);
   });
   if (followed.followed()) agree("take down", times.take_down, [&] { followed.take_down(); });

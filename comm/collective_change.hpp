@@ -45,6 +45,7 @@ struct collective_change {
 struct collective_context {
   bootstrap& ranks;
   driver& on;
+  device_id device;  ///< whose default stream `in_use` means
   handle_exchange& exchange;
   const access_rule& access;
   observer_list& observers;

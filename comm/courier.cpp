@@ -240,6 +240,9 @@ bool courier::apply_large(const message_head& head, rank_id from) {
     case message_head::received:
       large_->on_received(from, head);
       return true;
+    case message_head::in_line:
+      large_->on_in_line(from);
+      return true;
     default:
       throw unknown(head, from);
   }
@@ -299,7 +302,7 @@ bool courier::advance() {
   return (large_ && large_->advance()) || moved;
 }
 
-void courier::check_deadlines(clock::time_point now, std::chrono::milliseconds patience) const {
+void courier::keep_time(clock::time_point now, std::chrono::milliseconds patience) {
   const auto late = [&](clock::time_point since) { return now - since >= patience; };
   const double seconds = std::chrono::duration<double>(patience).count();
   const char* const help = "see what became of it; EVMM_TIMEOUT_MS or set_timeout allows more time";
@@ -325,7 +328,9 @@ void courier::check_deadlines(clock::time_point now, std::chrono::milliseconds p
                     signal ? head.signal_offset : head.offset, own_.data.size.load()),
         "change a region on all ranks, and use what it had only before");
   }
-  if (large_) large_->check_deadlines(now, patience);
+  if (!large_) return;
+  large_->reassure(now, patience);
+  large_->check_deadlines(now, patience);
 }
 
 }  // namespace evmm

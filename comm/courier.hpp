@@ -64,8 +64,8 @@ class courier {
     return staged_.empty() && sending_.empty() && answers_.empty() && (!large_ || large_->idle());
   }
   /// Throws timed_out naming a rank that has not taken a message, or has put bytes where this
-  /// rank's region does not reach, for so long.
-  void check_deadlines(clock::time_point now, std::chrono::milliseconds patience) const;
+  /// rank's region does not reach, for so long; and tells ranks that wait for this one to be busy.
+  void keep_time(clock::time_point now, std::chrono::milliseconds patience);
   /// Ends what no destructor of this process could: nothing else may be called afterwards.
   void give_up() noexcept;
 

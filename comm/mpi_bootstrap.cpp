@@ -108,6 +108,7 @@ class mpi_bootstrap final : public bootstrap {
     try {
       gather_into(*now, blocks, deadline, step);
     } catch (...) {
+      if (!std::exchange(told_, true)) tell(describe_error(std::current_exception()));
       mpi::mark_lost();
       park(std::move(now));
       throw;
@@ -173,7 +174,7 @@ class mpi_bootstrap final : public bootstrap {
       const bool beside = sender < 0 || !silent({sender}).empty();
       if (!beside) listen(4 * grace());
       auto lost = silent(late);
-      give_up(not_arrived(step, lost.empty() ? late : lost, timeout()));
+      throw timed_out(not_arrived(step, lost.empty() ? late : lost, timeout()));
     }
   }
 
@@ -216,7 +217,12 @@ class mpi_bootstrap final : public bootstrap {
   }
 
   void send(step_requests& now, int to, int tag, byte_vector message) {
-    if (message.size() > INT_MAX) throw invalid_argument("MPI takes at most 2 GiB a message");
+    if (message.size() > INT_MAX) {
+      throw invalid_argument(
+          fmt::format("a message of {} bytes, with what other ranks gave: MPI takes up to {}",
+                      message.size(), INT_MAX),
+          "gather less at a time");
+    }
     const byte_vector& kept = now.messages.emplace_back(std::move(message));
     now.peers.push_back(to);
     mpi::check(MPI_Isend(kept.data(), static_cast<int>(kept.size()), MPI_BYTE, to, tag,
@@ -259,16 +265,17 @@ class mpi_bootstrap final : public bootstrap {
     MPI_Status status;
     const auto text = take(MPI_ANY_SOURCE, k_lost_tag, &status);
     if (!text) return;
+    told_ = true;
     wire_reader in(*text, fmt::format("rank {}", status.MPI_SOURCE));
     auto why = get_error(in);
     throw_error(why.category, std::move(why.info));
   }
 
-  /// Tells all others, also those that come late, and throws.
-  [[noreturn]] void give_up(error_info why) {
+  /// All others throw the same, also those that come late.
+  void tell(const wire_error& why) noexcept {
     log_failure("telling other ranks of a lost step", [&] {
       wire_writer out;
-      put_error(out, error_category::timed_out, why);
+      put_error(out, why.category, why.info);
       auto last_words = std::make_unique<step_requests>();
       const byte_vector text = out.take();
       for (int i = 1; i < size(); ++i) {
@@ -276,11 +283,11 @@ class mpi_bootstrap final : public bootstrap {
       }
       if (!last_words->test()) park(std::move(last_words));
     });
-    throw timed_out(std::move(why));
   }
 
   MPI_Comm communicator_;
   std::uint64_t step_ = 0;
+  bool told_ = false;  ///< why a step was lost, by this rank or to it
 };
 
 }  // namespace

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/collective_change.hpp"
 #include "comm/nccl_state.hpp"
+#include "lib/memory/segment_plan.hpp"
 #include "lib/support/environment.hpp"
 #include "lib/support/format.hpp"
 #include "lib/support/log.hpp"
@@ -22,6 +23,7 @@ namespace evmm {
 
 namespace {
 
+constexpr const char* k_stride = "NCCL_WIN_STRIDE";
 /// The unit in which NCCL keeps addresses for windows.
 constexpr std::size_t k_stride_unit = std::size_t{4} << 30;
 
@@ -43,18 +45,37 @@ std::atomic<bool>& environment_was_read() {
 
 /// NCCL_WIN_STRIDE as NCCL reads it: nullopt unless it is a number above 0.
 std::optional<std::size_t> stride_from_environment() {
-  const auto text = environment("NCCL_WIN_STRIDE");
+  const auto text = environment(k_stride);
   if (!text) return std::nullopt;
   const long long value = std::strtoll(text->c_str(), nullptr, 0);
   if (value <= 0) return std::nullopt;
   return static_cast<std::size_t>(value);
 }
 
-std::size_t round_up(std::size_t bytes, std::size_t unit) {
-  return (bytes + unit - 1) / unit * unit;
-}
-
 }  // namespace
+
+/// NCCL_WIN_STRIDE where this process sets it itself: for a communicator, and no longer than until
+/// it is known that there will be none.
+class nccl_communicator::state::stride_setting {
+ public:
+  stride_setting() = default;
+  stride_setting(const stride_setting&) = delete;
+  stride_setting& operator=(const stride_setting&) = delete;
+  ~stride_setting() {
+    // NOLINTNEXTLINE(concurrency-mt-unsafe): NCCL offers no other way
+    if (ours_) ::unsetenv(k_stride);
+  }
+  void set(std::size_t bytes) {
+    // NOLINTNEXTLINE(concurrency-mt-unsafe): NCCL offers no other way
+    ::setenv(k_stride, std::to_string(bytes).c_str(), 1);
+    ours_ = true;
+  }
+  /// NCCL reads it next.
+  void keep() noexcept { ours_ = false; }
+
+ private:
+  bool ours_ = false;
+};
 
 nccl_communicator::state::state(std::shared_ptr<bootstrap> ranks_given,
                                 std::shared_ptr<driver> driver_given)
@@ -145,7 +166,7 @@ void nccl_communicator::state::check_bare() const {
                          "destroy them first, on all ranks");
 }
 
-void nccl_communicator::state::find_window_bytes(std::size_t wanted) {
+void nccl_communicator::state::find_window_bytes(std::size_t wanted, stride_setting& stride) {
   struct offer {
     std::size_t memory, stride, wanted;
   };
@@ -153,23 +174,22 @@ void nccl_communicator::state::find_window_bytes(std::size_t wanted) {
   agree_on(*ranks, "nccl_communicator: environment", [&] {
     mine = {on->describe(device).total_bytes, stride_from_environment().value_or(0), wanted};
     if (wanted == 0 || mine.stride >= wanted) return;
-    if (mine.stride > 0) {
-      throw invalid_argument(
-          fmt::format("window_bytes is {}, but NCCL_WIN_STRIDE={} ({})", format_bytes(wanted),
-                      mine.stride, format_bytes(mine.stride)),
-          "unset NCCL_WIN_STRIDE or raise it");
-    }
+    const std::string set =
+        fmt::format("{}={} ({})", k_stride, mine.stride, format_bytes(mine.stride));
     if (environment_was_read()) {
       throw invalid_argument(
-          fmt::format("window_bytes is {}, but NCCL has read its environment, where "
-                      "NCCL_WIN_STRIDE is not set",
-                      format_bytes(wanted)),
+          fmt::format("window_bytes is {}, but NCCL has read its environment, {}",
+                      format_bytes(wanted),
+                      mine.stride > 0 ? "with " + set : "where NCCL_WIN_STRIDE is not set"),
           "give the process's first communicator the largest window_bytes, or set "
           "NCCL_WIN_STRIDE before the program starts");
     }
+    if (mine.stride > 0) {
+      throw invalid_argument(fmt::format("window_bytes is {}, but {}", format_bytes(wanted), set),
+                             "unset NCCL_WIN_STRIDE or raise it");
+    }
     mine.stride = round_up(wanted, k_stride_unit);
-    // NOLINTNEXTLINE(concurrency-mt-unsafe): NCCL offers no other way
-    ::setenv("NCCL_WIN_STRIDE", std::to_string(mine.stride).c_str(), 1);
+    stride.set(mine.stride);
   });
   const auto offers = ranks->all_gather_value(mine, "nccl_communicator: window_bytes");
   for (std::size_t r = 0; r < offers.size(); ++r) {
@@ -188,7 +208,8 @@ void nccl_communicator::state::find_window_bytes(std::size_t wanted) {
 void nccl_communicator::state::create(const nccl_options& options) {
   device = options.device;
   ours = true;
-  find_window_bytes(options.window_bytes);
+  stride_setting stride;
+  find_window_bytes(options.window_bytes, stride);
   nccl_unique_id id;
   agree_on(*ranks, "nccl_communicator: unique id", [&] {
     if (ranks->rank() == rank_id{0}) call("ncclGetUniqueId", api.get_unique_id(&id));
@@ -199,6 +220,7 @@ void nccl_communicator::state::create(const nccl_options& options) {
   agree_on(*ranks, "nccl_communicator: start", [&] {
     const device_scope current(*on, device);
     environment_was_read() = true;
+    stride.keep();
     nccl_config config{.blocking = options.blocking ? 1 : 0};
     collective_call("ncclCommInitRankConfig", [&] {
       return api.comm_init(&comm, ranks->size(), id, ranks->rank().value, &config);
@@ -225,7 +247,8 @@ void nccl_communicator::state::adopt(ncclComm* theirs) {
     }
   });
   environment_was_read() = true;
-  find_window_bytes(0);
+  stride_setting untouched;
+  find_window_bytes(0, untouched);
 }
 
 void nccl_communicator::state::close() {

@@ -105,7 +105,8 @@ struct nccl_communicator::state {
   std::list<std::shared_ptr<void>> kept;
 
  private:
-  void find_window_bytes(std::size_t wanted);
+  class stride_setting;
+  void find_window_bytes(std::size_t wanted, stride_setting& stride);
 };
 
 }  // namespace evmm

@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <set>
 #include <utility>
 
 namespace evmm {
@@ -81,6 +82,13 @@ void rendezvous::on_received(rank_id from, const message_head& head) {
   asked_.erase(head.id);
 }
 
+void rendezvous::on_in_line(rank_id from) {
+  const auto now = clock::now();
+  for (auto& [id, put] : asked_) {
+    if (put.piece.to == from) put.since = now;
+  }
+}
+
 // --- what moves ---------------------------------------------------------------------------------
 
 void rendezvous::begin_receive() {
@@ -102,6 +110,7 @@ void rendezvous::finish_receive() {
   got.received += receiving_->bytes;
   bytes_received_ += receiving_->bytes;
   receiving_.reset();
+  moved_on_ = true;
   if (got.get != nullptr) got.get->received = got.received;
   if (got.received < got.head.bytes) {
     in_line_.push_back(got);
@@ -128,6 +137,17 @@ bool rendezvous::advance() {
   const auto sent =
       std::erase_if(sending_, [&](const departure& each) { return by_->done(each.transfer); });
   return sent > 0 || moved;
+}
+
+void rendezvous::reassure(clock::time_point now, std::chrono::milliseconds patience) {
+  if (!moved_on_ || now - reassured_ < patience / 4) return;
+  moved_on_ = false;
+  reassured_ = now;
+  std::set<rank_id> waiting;
+  for (const arrival& each : in_line_) {
+    if (each.get == nullptr) waiting.insert(each.from);
+  }
+  for (const rank_id rank : waiting) say_(rank, {.what = message_head::in_line});
 }
 
 void rendezvous::check_deadlines(clock::time_point now, std::chrono::milliseconds patience) const {

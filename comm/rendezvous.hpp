@@ -46,12 +46,16 @@ class rendezvous {
   void on_request_to_send(rank_id from, const message_head& head);
   void on_clear_to_send(rank_id from, const message_head& head);
   void on_received(rank_id from, const message_head& head);
+  void on_in_line(rank_id from);
 
   /// True when anything moved.
   bool advance();
   bool idle() const {
     return asked_.empty() && in_line_.empty() && !receiving_ && sending_.empty();
   }
+  /// Tells ranks whose puts are in line that others' are what they wait for, four times within what
+  /// they bear without an answer: however many there are, they wait as long as the line moves.
+  void reassure(clock::time_point now, std::chrono::milliseconds patience);
   /// Throws timed_out naming a rank whose turn it has been for so long.
   void check_deadlines(clock::time_point now, std::chrono::milliseconds patience) const;
   /// Nothing else may be called afterwards.
@@ -100,6 +104,8 @@ class rendezvous {
   std::deque<arrival> in_line_;
   std::optional<piece> receiving_;
   std::list<departure> sending_;
+  bool moved_on_ = false;  ///< a piece was received since the last reassurance
+  clock::time_point reassured_ = {};
   std::atomic<std::uint64_t> bytes_received_ = 0;
   const std::shared_ptr<large_transfers> by_;
 };

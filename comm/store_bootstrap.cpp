@@ -32,6 +32,20 @@ class store_bootstrap final : public bootstrap {
  private:
   std::vector<byte_vector> gather(std::span<const std::byte> mine, clock::time_point deadline,
                                   std::string_view step) override {
+    try {
+      return gather_from_store(mine, deadline, step);
+    } catch (const error&) {  // a rank that gave up has told
+      throw;
+    } catch (const std::exception& failure) {
+      const peer_error why(
+          fmt::format("{} failed on rank {}: {}", step, rank().value, failure.what()));
+      tell({why.category(), {why.message()}});
+      throw why;
+    }
+  }
+
+  std::vector<byte_vector> gather_from_store(std::span<const std::byte> mine,
+                                             clock::time_point deadline, std::string_view step) {
     // A rank in this step has been through the last one, so all ranks have left the one before it.
     if (step_ >= 2 && store_.erase) store_.erase(key(step_ - 2, rank().value));
     store_.set(key(step_, rank().value), mine);
@@ -76,12 +90,17 @@ class store_bootstrap final : public bootstrap {
       if (r != rank().value && !store_.get(key(step_, r), milliseconds{0})) missing.push_back(r);
     }
     auto why = not_arrived(step, missing, timeout());
+    tell({error_category::timed_out, why});
+    throw timed_out(std::move(why));
+  }
+
+  /// Other ranks throw the same, in this step or when they come to it.
+  void tell(const wire_error& why) noexcept {
     log_failure("telling other ranks of a lost step", [&] {
       wire_writer out;
-      put_error(out, error_category::timed_out, why);
+      put_error(out, why.category, why.info);
       store_.set(lost_key(), out.take());
     });
-    throw timed_out(std::move(why));
   }
 
   std::string key(std::uint64_t step, int rank) const {

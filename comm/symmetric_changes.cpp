@@ -93,8 +93,8 @@ void symmetric_region::state::run_change(collective_change change, std::uint64_t
     for (const part& checked : parts) checked.check();
 #endif
   };
-  run({*ranks, *on, *exchange, access, observers, followers, [this] { return own_part(); }, epoch,
-       counts.rollbacks, times},
+  run({*ranks, *on, device, *exchange, access, observers, followers, [this] { return own_part(); },
+       epoch, counts.rollbacks, times},
       change);
 }
 

@@ -117,6 +117,7 @@ symmetric_channel::state::state(symmetric_region& over, const channel_options& o
     }});
     engine.emplace(on, link, transfers, own,
                    courier::settings{region.device(), options.chunk_bytes, options.chunks});
+    engine->set_patience(ranks.timeout());
   });
 }
 
@@ -205,6 +206,12 @@ void symmetric_channel::state::check_span(std::string_view what, std::size_t off
                          "grow the region on all ranks first");
 }
 
+void symmetric_channel::state::check_memory(std::string_view what, address at,
+                                            std::size_t bytes) const {
+  if (at != 0 || bytes == 0) return;
+  throw invalid_argument(fmt::format("{} of {} bytes at a null address", what, bytes));
+}
+
 void symmetric_channel::state::check_signal(const signal_word& signal) const {
   check_span("a signal", signal.offset, k_word);
   if (signal.offset % k_word == 0) return;
@@ -240,6 +247,7 @@ void symmetric_channel::state::put(rank_id to, std::size_t offset, std::span<con
   if (signal) check_signal(*signal);
   if (from.empty() && !signal) return;
   const auto source = reinterpret_cast<address>(from.data());
+  check_memory("a put", source, from.size());
   const channel_path way = path(to);
   if (way == channel_path::link) {
     const far_piece piece{.to = to,
@@ -265,6 +273,7 @@ void symmetric_channel::state::get(rank_id from, std::size_t offset, std::span<s
   check_span("a get", offset, into.size());
   if (into.empty()) return;
   const auto target = reinterpret_cast<address>(into.data());
+  check_memory("a get", target, into.size());
   const channel_path way = path(from);
   if (way == channel_path::link) {
     const far_get wanted{.from = from,
@@ -313,28 +322,35 @@ channel_statistics symmetric_channel::statistics() const {
 }
 void symmetric_channel::put(rank_id to, std::size_t offset, std::span<const std::byte> from,
                             native_stream stream) {
+  const auto here = state_->enter();
   state_->put(to, offset, from, std::nullopt, stream);
 }
 void symmetric_channel::put_signal(rank_id to, std::size_t offset, std::span<const std::byte> from,
                                    signal_word signal, native_stream stream) {
+  const auto here = state_->enter();
   state_->put(to, offset, from, signal, stream);
 }
 void symmetric_channel::signal(rank_id to, signal_word signal, native_stream stream) {
+  const auto here = state_->enter();
   state_->put(to, signal.offset, {}, signal, stream);
 }
 void symmetric_channel::get(rank_id from, std::size_t offset, std::span<std::byte> into,
                             native_stream stream) {
+  const auto here = state_->enter();
   state_->get(from, offset, into, stream);
 }
 void symmetric_channel::wait_signal(rank_id from, signal_word signal, native_stream stream) {
+  const auto here = state_->enter();
   state_->wait_signal(from, signal, stream);
 }
 void symmetric_channel::barrier(native_stream stream) {
+  const auto here = state_->enter();
   state_->check_call(stream);
   state_->barrier(stream);
 }
 void symmetric_channel::all_to_all_v(std::span<const outgoing_block> out,
                                      std::span<const incoming_block> in, native_stream stream) {
+  const auto here = state_->enter();
   state_->all_to_all_v(out, in, stream);
 }
 void symmetric_channel::check() const {
@@ -343,6 +359,7 @@ void symmetric_channel::check() const {
 }
 void symmetric_channel::synchronize(native_stream stream) {
   state_->check_open();
+  const auto here = state_->enter();
   state_->on.synchronize(stream);
   state_->check_running();
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/footprint.hpp"
 #include "comm/symmetric_state.hpp"
+#include "lib/memory/device_scope.hpp"
 #include "lib/memory/region_rules.hpp"
 #include "lib/support/format.hpp"
 #include "lib/support/log.hpp"
@@ -49,7 +50,9 @@ symmetric_region::state::state(std::shared_ptr<bootstrap> ranks_given,
                                std::shared_ptr<driver> driver_given,
                                const symmetric_options& options)
     : ranks(std::move(ranks_given)), on(std::move(driver_given)), device(options.device) {
+  if (ranks == nullptr) throw invalid_argument("a symmetric region without a bootstrap");
   agree_on(*ranks, "symmetric_region: options", [&] {
+    if (on == nullptr) throw invalid_argument("a symmetric region without a driver");
     limits =
         check_limits(*on, device, options.reserve, options.max_segments, options.max_segment_bytes);
     access = region_access(*on, device, {}, options.cpu_access);
@@ -115,17 +118,18 @@ symmetric_region::state::~state() {
 
 void symmetric_region::state::close(const uses& in_use) {
   if (closed) return;
+  const auto let_go = [&] {
+    const device_scope current(*on, device);
+    wait_for(*on, in_use);
+    followers.gone();
+  };
   try {
-    agree_on(*ranks, "close", [&] {
-      wait_for(*on, in_use);
-      followers.gone();
-    });
+    agree_on(*ranks, "close", let_go);
   } catch (const error& gone) {
     if (!ranks->broken()) throw;
     // Whoever is left wants its memory back; its own streams are what counts for that.
     log().warn("closing a symmetric region without its peers: {}", gone.what());
-    wait_for(*on, in_use);
-    followers.gone();
+    let_go();
   }
   closed = true;
   parts.clear();

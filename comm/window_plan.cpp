@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/window_plan.hpp"
 
+#include "lib/memory/segment_plan.hpp"
 #include "lib/support/format.hpp"
 
 #include <evmm/error.hpp>
@@ -34,27 +35,9 @@ std::optional<std::size_t> first_rank(const std::vector<std::vector<segment>>& o
   return std::nullopt;
 }
 
-/// The segment where the range starts.
-std::size_t first_segment(const std::vector<segment>& segments, std::size_t offset) {
-  const auto next = std::find_if(segments.begin(), segments.end(),
-                                 [&](const segment& each) { return end_of(each) > offset; });
-  if (next->offset != offset) {
-    throw invalid_argument(
-        fmt::format("the range starts {} bytes into {}", offset - next->offset,
-                    name_of(segments, static_cast<std::size_t>(next - segments.begin()))),
-        fmt::format("start where a segment does, such as at {} or {}: NCCL takes handles whole",
-                    next->offset, end_of(*next)));
-  }
-  return static_cast<std::size_t>(next - segments.begin());
-}
-
 }  // namespace
 
 void check_range(const nccl_range& range) {
-  if (range.bytes % nccl_window_alignment != 0) {
-    throw invalid_argument(fmt::format("{} bytes for NCCL to register", range.bytes),
-                           fmt::format("give a multiple of {}", nccl_window_alignment));
-  }
   if (range.offset > static_cast<std::size_t>(-1) - range.bytes) {
     throw invalid_argument(
         fmt::format("{} bytes at {} pass the end of addresses", range.bytes, range.offset));
@@ -79,9 +62,9 @@ std::vector<planned_piece> plan_windows(const nccl_communicator::state& on, cons
   const auto host_ability = on.ranks->node_count() > 1 ? nccl_ability::host_segments_over_network
                                                        : nccl_ability::host_segments;
   std::vector<planned_piece> planned;
-  for (std::size_t i = first_segment(segments, range.offset);
-       i < segments.size() && segments[i].offset < end; ++i) {
+  for (std::size_t i = 0; i < segments.size() && segments[i].offset < end; ++i) {
     const segment& here = segments[i];
+    if (end_of(here) <= range.offset) continue;
     if (first_rank(of_ranks, i,
                    [](const segment& of) { return of.state != segment_state::mapped; })) {
       throw invalid_argument(name_of(segments, i) + " is discarded: NCCL needs every byte mapped",
@@ -93,7 +76,8 @@ std::vector<planned_piece> plan_windows(const nccl_communicator::state& on, cons
       on.require(host_ability,
                  fmt::format("{} is HOST_NUMA on rank {}", name_of(segments, i), *rank));
     }
-    const std::size_t bytes = std::min(end_of(here), end) - here.offset;
+    const std::size_t bytes =
+        std::min(end_of(here), round_up(end, nccl_window_alignment)) - here.offset;
     planned_piece* const last = planned.empty() ? nullptr : &planned.back();
     if (joins && last != nullptr && last->offset + last->bytes == here.offset) {
       last->bytes += bytes;

@@ -8,9 +8,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cstring>
-#include <optional>
-#include <utility>
 
 namespace evmm {
 
@@ -84,16 +81,10 @@ void call_log::finish(std::uint64_t result) {
   if (!ring_.empty()) ring_[(count_ - 1) % kept_].call.result = result;
 }
 
-std::pair<std::uint64_t, std::vector<std::uint64_t>> call_log::kept() const {
-  const std::uint64_t first = count_ - ring_.size();
-  std::vector<std::uint64_t> sums;
-  for (std::uint64_t i = first; i < count_; ++i) sums.push_back(ring_[i % kept_].checksum);
-  return {first, std::move(sums)};
-}
-
 std::string call_log::describe(std::uint64_t number) const {
+  const bool forgotten = number < count_ - ring_.size() || (kept_ == 0 && number == count_);
+  if (forgotten) return "does not remember it";
   if (number >= count_) return fmt::format("has made only {} calls", count_);
-  if (number < count_ - ring_.size()) return "does not remember it";
   return to_string(ring_[number % kept_].call);
 }
 
@@ -101,38 +92,32 @@ void call_log::compare(bootstrap& ranks, std::span<const call_state> gathered) c
   const auto other = std::find_if(gathered.begin(), gathered.end(),
                                   [&](const call_state& of) { return of != gathered[0]; });
   if (other == gathered.end()) return;
-  const auto [first_kept, sums] = kept();
-  std::vector<std::uint64_t> message{first_kept};
-  message.insert(message.end(), sums.begin(), sums.end());
-  const auto all = ranks.all_gather(std::as_bytes(std::span{message}), "symmetric_heap: calls");
-  std::vector<std::vector<std::uint64_t>> histories;
-  for (const auto& bytes : all) {
-    histories.emplace_back(bytes.size() / sizeof(std::uint64_t));
-    std::memcpy(histories.back().data(), bytes.data(), bytes.size());
-  }
-  // The first call whose checksum is not the same everywhere, among those that all remember.
+  // The first call whose checksum is not the same everywhere, among those that all remember. What
+  // differs stays in every later checksum: halving finds it in few bytes, however many the ranks.
   std::uint64_t start = 0;
-  for (const auto& history : histories) start = std::max(start, history[0]);
-  const auto sum_of = [&](std::size_t rank, std::uint64_t call) -> std::optional<std::uint64_t> {
-    const std::uint64_t at = call - histories[rank][0] + 1;
-    if (at >= histories[rank].size()) return std::nullopt;
-    return histories[rank][at];
-  };
+  for (const std::uint64_t first :
+       ranks.all_gather_value(count_ - ring_.size(), "symmetric_heap: calls kept")) {
+    start = std::max(start, first);
+  }
+  std::uint64_t last = start;
+  for (const call_state& of : gathered) last = std::max(last, of.count);
   auto differing = static_cast<std::size_t>(other - gathered.begin());
   std::uint64_t number = start;
-  for (;; ++number) {
-    const auto expected = sum_of(0, number);
-    std::size_t r = 1;
-    while (r < histories.size() && sum_of(r, number) == expected) ++r;
-    if (r < histories.size()) {
-      differing = r;
-      break;
-    }
-    if (!expected) {  // all arguments are equal: then it is what the last call gave
-      if (number > start) --number;
-      break;
+  for (std::uint64_t end = last; number < end;) {
+    const std::uint64_t middle = number + (end - number) / 2;
+    const std::uint64_t mine = middle < count_ ? ring_[middle % kept_].checksum : 0;
+    const auto sums = ranks.all_gather_value(mine, "symmetric_heap: calls");
+    const auto odd =
+        std::find_if(sums.begin(), sums.end(), [&](std::uint64_t sum) { return sum != sums[0]; });
+    if (odd == sums.end()) {
+      number = middle + 1;
+    } else {
+      end = middle;
+      differing = static_cast<std::size_t>(odd - sums.begin());
     }
   }
+  // All arguments are equal: then it is what the last call gave.
+  if (number == last && number > start) --number;
   const std::string mine = describe(number);
   const auto texts = ranks.all_gather(std::as_bytes(std::span{mine}), "symmetric_heap: difference");
   const auto text = [&](std::size_t rank) {

@@ -67,8 +67,6 @@ class call_log {
     call_record call;
     std::uint64_t checksum = 0;  ///< including this call's arguments, not its result
   };
-  /// Checksums of the calls kept, oldest first, and the number of the first.
-  std::pair<std::uint64_t, std::vector<std::uint64_t>> kept() const;
   std::string describe(std::uint64_t number) const;
 
   std::size_t kept_;

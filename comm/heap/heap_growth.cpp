@@ -83,7 +83,7 @@ void symmetric_heap::state::adopt_segments(pool_id pool) {
   set_segments(std::move(segments));
 }
 
-std::vector<heap_status> symmetric_heap::state::meet(std::string_view step) {
+std::vector<heap_status> symmetric_heap::state::meet() {
   const auto left = [](std::size_t limit, std::size_t taken) {
     return limit > taken ? limit - taken : 0;
   };
@@ -99,7 +99,7 @@ std::vector<heap_status> symmetric_heap::state::meet(std::string_view step) {
       .room = {std::min(device_free, left(options.device_limit, segment_bytes(tier::device))),
                left(options.host_limit, segment_bytes(tier::host))},
       .asked = asked};
-  auto all = region.ranks().all_gather_value(mine, step);
+  auto all = region.ranks().all_gather_value(mine, "symmetric_heap: meet");
   std::vector<call_state> states;
   for (const heap_status& of : all) states.push_back(of.calls);
   calls.compare(region.ranks(), states);
@@ -171,7 +171,9 @@ std::optional<std::size_t> symmetric_heap::state::grow_spanning(
   const auto give_back = [&] {
     if (region.size() == before) return;
     log_failure("giving back a growth that was not enough", [&] {
-      region.shrink(region.size() - before);
+      const std::size_t more = region.size() - before;
+      note(trace_action::segment_unmap, before, more, nullptr, request.pool);
+      region.shrink(more);
       adopt_segments(request.pool);
     });
   };
@@ -202,10 +204,10 @@ std::size_t symmetric_heap::state::find_place(std::size_t bytes, const symmetric
   }
 
   ++growths;
-  auto ranks_now = meet("symmetric_heap: full");
+  auto ranks_now = meet();
   if (serve_requests(ranks_now)) {
     if (const auto at = free_block(order[0])) return *at;
-    ranks_now = meet("symmetric_heap: still full");
+    ranks_now = meet();
   }
   const std::size_t best = std::max(options.growth_step, region.size() / 8);
   const auto more = [&](tier kind) -> std::optional<std::size_t> {

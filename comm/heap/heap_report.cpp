@@ -15,6 +15,7 @@ namespace evmm {
 heap_report symmetric_heap::report() {
   state& s = *state_;
   s.check_open();
+  s.meet();
   const region_statistics held = s.region.statistics();
   memory_usage device;
   agree_on(s.region.ranks(), "symmetric_heap: report",
@@ -34,8 +35,9 @@ heap_report symmetric_heap::report() {
                       .device_free_bytes = device.free_bytes,
                       .device_limit = std::min(s.options.device_limit, device.total_bytes)},
           "symmetric_heap: report")};
-  s.blocks.for_live(0, s.blocks.size(),
-                    [&](const heap_block& block) { all.requested_bytes += block.requested; });
+  s.blocks.for_live(0, s.blocks.size(), [&](const heap_block& block) {
+    if (!s.is_pending(block.at)) all.requested_bytes += block.requested;
+  });
   return all;
 }
 
@@ -125,10 +127,13 @@ allocator_snapshot symmetric_heap::snapshot(bool traces) const {
       if (from >= to) continue;
       made.blocks.push_back({.at = base + from, .bytes = to - from});
       if (!block.live()) continue;
-      made.blocks.back().state = block_state::active_allocated;
+      const bool pending = s.is_pending(offset);
+      made.blocks.back().state =
+          pending ? block_state::active_pending_free : block_state::active_allocated;
+      if (block.stack) made.blocks.back().frames = block.stack->resolve();
       const std::size_t wanted = std::min(offset + block.requested, to);
       made.blocks.back().requested_bytes = wanted - std::min(wanted, from);
-      made.allocated_bytes += to - from;
+      if (!pending) made.allocated_bytes += to - from;
       made.active_bytes += to - from;
       made.requested_bytes += made.blocks.back().requested_bytes;
     }

@@ -66,6 +66,13 @@ symmetric_heap::state::state(symmetric_region taken, const symmetric_heap_option
                     all[0].growth_step, all[0].check, r, all[r].growth_step, all[r].check),
         "give every rank the same `growth_step` and `check`");
   }
+  for (const segment& held : region.segments(region.rank())) {  // alike on all ranks
+    if (held.state == segment_state::mapped) continue;
+    throw invalid_argument(
+        fmt::format("{} at {} of the region are discarded, and a heap would hand them out",
+                    format_bytes(held.bytes), format_bytes(held.offset)),
+        "restore() the region first");
+  }
   books.add(account);
   pools[pool_id{}] = {};
   adopt_segments(pool_id{});
@@ -95,7 +102,7 @@ void symmetric_heap::state::check_pool(pool_id pool) const {
 
 void symmetric_heap::state::finish(std::uint64_t result) {
   calls.finish(result);
-  if (options.check == divergence_check::every_call) meet("symmetric_heap: check");
+  if (options.check == divergence_check::every_call) meet();
 }
 
 void symmetric_heap::state::note(trace_action action, std::size_t offset, std::size_t bytes,
@@ -150,15 +157,20 @@ std::size_t symmetric_heap::state::allocate(std::size_t bytes, native_stream str
     at_peak = account.allocate(class_of(size), size, bytes);
   }
   if (at_peak) books.settle(account);
+  if (happened.wants_stack(trace_action::alloc)) taken.stack = call_stack::here();
   note(trace_action::alloc, at, size, stream, request.pool);
   finish(at);
   return at;
 }
 
+bool symmetric_heap::state::is_pending(std::size_t offset) const {
+  return std::find(captured.begin(), captured.end(), offset) != captured.end();
+}
+
 heap_block& symmetric_heap::state::live(std::size_t offset, const char* doing) {
   check_open();
   heap_block* const found = blocks.find_live(offset);
-  const bool freed = std::find(captured.begin(), captured.end(), offset) != captured.end();
+  const bool freed = is_pending(offset);
   if (found != nullptr && !freed) return *found;
   throw invalid_argument(fmt::format("cannot {} offset {}: {}", doing, offset,
                                      freed ? "it was freed" : "no live allocation begins there"));
@@ -170,7 +182,7 @@ void symmetric_heap::state::free(std::size_t offset) {
   calls.begin({.call = heap_call::free, .first = offset});
   {
     const std::lock_guard held(account.guard());
-    account.free(class_of(block.bytes), block.bytes, block.requested);
+    account.defer(class_of(block.bytes), block.bytes, block.requested);
   }
   note(trace_action::free_requested, offset, block.bytes, block.stream,
        blocks.segments()[blocks.segment_at(offset)].pool);
@@ -195,6 +207,10 @@ void symmetric_heap::state::settle_captured() {
       continue;
     }
     used.add(block.at, block.bytes, streams);
+    {
+      const std::lock_guard held(account.guard());
+      account.complete(class_of(block.bytes), block.bytes);
+    }
     note(trace_action::free_completed, block.at, block.bytes, block.stream,
          blocks.segments()[blocks.segment_at(block.at)].pool);
     blocks.put(block);
@@ -314,7 +330,7 @@ grown symmetric_heap::grow(tier kind, std::size_t bytes, pool_id pool) {
                  .tiers = static_cast<std::uint8_t>(kind),
                  .pool = number(pool),
                  .first = bytes});
-  const auto ranks_now = s.meet("symmetric_heap: grow");
+  const auto ranks_now = s.meet();
   s.require_room(kind, s.region.planned_growth(bytes), ranks_now);
   const grown added = s.grow(kind, bytes, pool);
   s.finish(added.bytes);
@@ -332,7 +348,7 @@ std::size_t symmetric_heap::trim(std::size_t keep_free, const uses& in_use) {
   const auto here = s.enter();
   s.settle_captured();
   s.calls.begin({.call = heap_call::trim, .first = keep_free});
-  s.meet("symmetric_heap: trim");
+  s.meet();
   const std::size_t bytes = s.trim(keep_free, in_use);
   s.finish(bytes);
   return bytes;
@@ -351,9 +367,9 @@ std::size_t symmetric_heap::migrate(std::size_t offset, std::size_t bytes, tier 
                  .first = offset,
                  .second = bytes});
   const auto touched = [&](const heap_segment& of) {
-    return of.offset < offset + bytes && of.end() > offset;
+    return bytes > 0 && of.offset < offset + bytes && of.end() > offset;
   };
-  const auto ranks_now = s.meet("symmetric_heap: migrate");
+  const auto ranks_now = s.meet();
   s.require_room(kind, s.bytes_to_move(kind, touched), ranks_now);
   const std::size_t moved = s.migrate(offset, offset + bytes, kind, in_use);
   s.finish(moved);
@@ -368,7 +384,7 @@ std::size_t symmetric_heap::migrate(pool_id pool, tier kind, const uses& in_use)
                  .tiers = static_cast<std::uint8_t>(kind),
                  .pool = number(pool)});
   const auto belongs = [&](const heap_segment& of) { return of.pool == pool; };
-  const auto ranks_now = s.meet("symmetric_heap: migrate");
+  const auto ranks_now = s.meet();
   s.require_room(kind, s.bytes_to_move(kind, belongs), ranks_now);
   std::size_t moved = 0;
   // Run by run: an allocation may lie in several segments.
@@ -387,7 +403,7 @@ std::size_t symmetric_heap::compact(const uses& in_use) {
   state& s = *state_;
   const auto here = s.enter();
   s.calls.begin({.call = heap_call::compact});
-  s.meet("symmetric_heap: compact");
+  s.meet();
   const std::size_t left = s.compact(in_use);
   s.finish(left);
   return left;
@@ -395,7 +411,7 @@ std::size_t symmetric_heap::compact(const uses& in_use) {
 
 void symmetric_heap::verify() {
   state_->check_open();
-  state_->serve_requests(state_->meet("symmetric_heap: verify"));
+  state_->serve_requests(state_->meet());
 }
 
 symmetric_region& symmetric_heap::region() const {

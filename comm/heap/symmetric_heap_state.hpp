@@ -18,7 +18,6 @@
 #include <optional>
 #include <span>
 #include <string>
-#include <string_view>
 #include <vector>
 
 namespace evmm {
@@ -41,6 +40,8 @@ struct symmetric_heap::state {
   void record_stream(std::size_t offset, native_stream stream);
   /// The live block at `offset`. Throws invalid_argument.
   heap_block& live(std::size_t offset, const char* doing);
+  /// Whether the block there was freed, and may still be used by a graph.
+  bool is_pending(std::size_t offset) const;
 
   // --- memory (heap_growth.cpp) ---------------------------------------------------------------
 
@@ -52,8 +53,9 @@ struct symmetric_heap::state {
   std::size_t migrate(std::size_t from, std::size_t to, tier kind, const uses& in_use);
   std::size_t compact(const uses& in_use);
 
-  /// Gathers, and compares the calls. Collective.
-  std::vector<heap_status> meet(std::string_view step);
+  /// Gathers, and compares the calls. Collective. One step whatever it is for: ranks that diverged
+  /// come for different reasons, and are to find the call where they did.
+  std::vector<heap_status> meet();
   /// Throws out_of_memory, the same on every rank, when a tier has not so much room.
   void require_room(tier kind, std::size_t bytes, const std::vector<heap_status>& ranks_now) const;
   /// Grows by what ranks asked for, as far as there is room; whether anything grew. Collective.

@@ -109,6 +109,9 @@ inline void check_divergence(bootstrap& ranks) {
   EXPECT_THAT(thrown_by([&] { ranks.broadcast({}, rank_id{last ? 0 : 1}); }),
               testing::HasSubstr("rank 0 expects it from rank 1, rank " +
                                  std::to_string(ranks.size() - 1) + " from rank 0"));
+  EXPECT_THAT(thrown_by([&] { ranks.broadcast({}, rank_id{last ? 99 : 0}); }),
+              testing::StartsWith("invalid_argument: broadcast: rank " +
+                                  std::to_string(ranks.size() - 1) + " expects it from rank 99"));
   ranks.barrier();  // they are in step again
 }
 

@@ -239,9 +239,20 @@ void frees_under_a_capture_wait_for_its_end(const rank_context& at) {
     heap.free(a);
     EXPECT_THAT(thrown_by([&] { heap.free(a); }), HasSubstr("it was freed"));
     EXPECT_NE(heap.allocate(4096), a) << "the graph may use it";
+    // Freed, and still in use: as the caching allocator tells it.
+    const allocator_statistics stats = heap.statistics();
+    EXPECT_EQ(stats.allocated_bytes.all.current, 4096);
+    EXPECT_EQ(stats.active_bytes.all.current, 8192);
+    const segment_snapshot held = heap.snapshot().segments.at(0);
+    EXPECT_EQ(held.allocated_bytes, 4096u);
+    EXPECT_EQ(held.active_bytes, 8192u);
+    EXPECT_EQ(held.blocks.at(0).state, block_state::active_pending_free);
+    EXPECT_EQ(heap.report().requested_bytes, 4096u);
     capture.end();
   }
   EXPECT_EQ(heap.allocate(4096), a);
+  EXPECT_EQ(heap.statistics().active_bytes.all.current, 8192);
+  EXPECT_EQ(heap.statistics().active.all.current, 2);
   heap.check_invariants();
   heap.verify();
   heap.close();
@@ -292,6 +303,48 @@ void reports_and_snapshots_tell_what_is_there(const rank_context& at) {
   heap.close();
 }
 
+void snapshots_tell_where_blocks_were_allocated(const rank_context& at) {
+  symmetric_heap heap(at.make());
+  const std::size_t before = heap.allocate(512);
+  heap.record_history({.level = history_level::alloc, .stacks = true});
+  const std::size_t after = heap.allocate(512);
+  const segment_snapshot held = heap.snapshot().segments.at(0);
+  EXPECT_TRUE(held.blocks.at(0).frames.empty());
+  EXPECT_FALSE(held.blocks.at(1).frames.empty());
+  heap.free(before);
+  heap.free(after);
+  heap.record_history({.level = history_level::off});
+  (void)heap.allocate(1024);
+  EXPECT_TRUE(heap.snapshot().segments.at(0).blocks.at(0).frames.empty());
+  heap.close();
+}
+
+/// What has to grow in both tiers and cannot in one ends where it began, also in its history.
+void a_growth_that_is_given_back_leaves_the_history_even(const rank_context& at) {
+  const std::size_t g = at.granule();
+  symmetric_heap heap(at.make({.max_segments = 2}), {.growth_step = g, .device_limit = 2 * g});
+  (void)heap.allocate(g);
+  std::size_t mapped = heap.region().size();
+  const auto listening = heap.on_trace([&](const trace_entry& entry) {
+    if (entry.action == trace_action::segment_map) mapped += entry.bytes;
+    if (entry.action == trace_action::segment_unmap) mapped -= entry.bytes;
+  });
+  EXPECT_THAT(
+      thrown_by_all(*at.ranks, [&] { (void)heap.allocate(3 * g, nullptr, {.may_span = true}); }),
+      HasSubstr("out_of_memory"));
+  EXPECT_EQ(heap.region().size(), g);
+  EXPECT_EQ(mapped, g);
+  heap.close();
+}
+
+void discarded_segments_are_not_handed_out(const rank_context& at) {
+  symmetric_region region = at.make();
+  region.grow(tier::device, at.granule());
+  region.discard(contents::drop);
+  EXPECT_THAT(thrown_by_all(*at.ranks, [&] { symmetric_heap(std::move(region)); }),
+              HasSubstr("invalid_argument: 2.0 MiB at 0 B of the region are discarded"));
+}
+
 void buffers_are_typed_and_free_themselves(const rank_context& at) {
   symmetric_heap heap(at.make());
   {
@@ -337,6 +390,9 @@ const std::vector<symmetric_case>& heap_cases() {
       EVMM_CASE(another_stream_waits_for_what_used_the_block_before),
       EVMM_CASE(frees_under_a_capture_wait_for_its_end),
       EVMM_CASE(reports_and_snapshots_tell_what_is_there),
+      EVMM_CASE(snapshots_tell_where_blocks_were_allocated),
+      EVMM_CASE(a_growth_that_is_given_back_leaves_the_history_even),
+      EVMM_CASE(discarded_segments_are_not_handed_out),
       EVMM_CASE(buffers_are_typed_and_free_themselves),
       EVMM_CASE(random_calls_place_alike),
   };

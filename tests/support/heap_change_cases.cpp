@@ -11,6 +11,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -124,6 +125,7 @@ void changes_keep_to_the_limits(const rank_context& at) {
   EXPECT_THAT(said, HasSubstr("cannot take 4.0 MiB more of DEVICE"));
   EXPECT_EQ(heap.migrate(g, g, tier::device), g);
   EXPECT_EQ(heap.migrate(0, 2 * g, tier::device), 0u);
+  EXPECT_EQ(heap.migrate(512, 0, tier::host), 0u) << "no bytes take no room";
   heap.check_invariants();
   heap.close();
 }
@@ -203,6 +205,42 @@ void the_first_call_that_differs_is_named(const rank_context& at) {
   EXPECT_THAT(thrown_by_all(*at.ranks, [&] { forgetful.verify(); }),
               HasSubstr("differ, at or before call 7"));
   forgetful.close();
+
+  symmetric_heap blank(at.make(), {.calls_kept = 0});
+  (void)blank.allocate(512);
+  (void)blank.allocate(mine ? 1 : 2);
+  EXPECT_THAT(thrown_by_all(*at.ranks, [&] { blank.verify(); }),
+              HasSubstr("differ, at or before call 3: rank 0: does not remember it"));
+  blank.close();
+}
+
+/// One rank finds the heap full, where the others do not: they meet it in calls of other kinds.
+void ranks_that_meet_in_different_calls_learn_where_they_parted(const rank_context& at) {
+  if (at.ranks->size() == 1) return;
+  const bool odd = at.ranks->rank().value == at.ranks->size() - 1;
+  const std::size_t g = at.granule();
+  const std::vector<std::function<void(symmetric_heap&)>> calls = {
+      [](symmetric_heap& heap) { heap.verify(); },
+      [](symmetric_heap& heap) { (void)heap.report(); },
+      [](symmetric_heap& heap) { heap.trim(); },
+      [g](symmetric_heap& heap) { heap.grow(tier::device, g); },
+      [g](symmetric_heap& heap) { heap.migrate(0, g, tier::host); },
+      [](symmetric_heap& heap) { heap.migrate(pool_id{}, tier::host); },
+      [](symmetric_heap& heap) { heap.compact(); },
+  };
+  for (const auto& call : calls) {
+    symmetric_heap heap(at.make(), {.growth_step = g});
+    (void)heap.allocate(g / 2);
+    if (odd) (void)heap.allocate(512);
+    const auto said = thrown_by_all(*at.ranks, [&] {
+      if (odd) (void)heap.allocate(g / 2);
+      call(heap);
+    });
+    EXPECT_THAT(said, HasSubstr("invalid_argument: the ranks' calls of the symmetric heap differ "
+                                "from call 2: rank 0: "));
+    EXPECT_THAT(said, HasSubstr(": allocate 512 bytes"));
+    heap.close();
+  }
 }
 
 void every_call_is_compared_when_asked_for(const rank_context& at) {
@@ -240,6 +278,7 @@ const std::vector<symmetric_case>& heap_change_cases() {
       EVMM_CASE(compaction_keeps_blocks_and_makes_few_segments),
       EVMM_CASE(a_region_that_is_backed_already_is_used),
       EVMM_CASE(the_first_call_that_differs_is_named),
+      EVMM_CASE(ranks_that_meet_in_different_calls_learn_where_they_parted),
       EVMM_CASE(every_call_is_compared_when_asked_for),
       EVMM_CASE(options_that_differ_are_refused),
   };

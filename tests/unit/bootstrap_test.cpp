@@ -10,6 +10,8 @@
 
 #include <cstdlib>
 #include <memory>
+#include <stdexcept>
+#include <utility>
 
 namespace evmm::test {
 namespace {
@@ -155,6 +157,29 @@ TEST(store_bootstrap, reports_what_the_store_throws) {
   EXPECT_THAT(thrown_by([&] { make_store_bootstrap(rank_id{0}, 1, broken); }),
               StartsWith("peer_error: all_gather 'find_nodes' failed on rank 0: connection reset"));
   EXPECT_THROW(make_store_bootstrap(rank_id{0}, 1, {}), invalid_argument);
+}
+
+TEST(store_bootstrap, a_store_that_fails_for_one_rank_fails_the_step_for_all) {
+  memory_store store;
+  const auto since = std::chrono::steady_clock::now();
+  const auto thrown = run_ranks(3, [&](int rank) {
+    bool fails = false;
+    auto face = store.face();
+    if (rank == 1) {
+      face.get = [&, get = face.get](const std::string& key, std::chrono::milliseconds wait) {
+        if (std::exchange(fails, false)) throw std::runtime_error("connection reset");
+        return get(key, wait);
+      };
+    }
+    const auto ranks = make_store_bootstrap(rank_id{rank}, 3, face);
+    fails = rank == 1;
+    ranks->barrier("tea");
+    ranks->barrier("more tea");
+  });
+  for (const auto& failure : thrown) {
+    EXPECT_EQ(what(failure), "peer_error: barrier 'tea' failed on rank 1: connection reset");
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - since, std::chrono::seconds(10));
 }
 
 TEST(callback_bootstrap, checks_what_the_callback_returns) {

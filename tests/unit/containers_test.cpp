@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What containers and schedulers do to a job: system calls that are refused, a small /dev/shm,
 // ranks of different users, ranks that see different devices. Each rank is a process of its own.
+#include "tests/support/directory_store.hpp"
 #include "tests/support/rank_processes.hpp"
 #include "tests/support/symmetric_cases.hpp"
 #include "tests/support/thread_ranks.hpp"
@@ -22,6 +23,7 @@
 #include <linux/audit.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
+#include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -107,6 +109,28 @@ TEST(containers, ranks_of_different_users_are_told_so) {
         "peer_error: rank 0 runs as user 0, rank 1 of the same node as user 65534; help: start "
         "all ranks of a node as one user");
   }
+}
+
+TEST(containers, a_rank_without_proc_is_told_to_all) {
+  const directory_store store;
+  const auto since = std::chrono::steady_clock::now();
+  std::vector<forked_process> ranks;
+  for (int rank = 0; rank < 3; ++rank) {
+    ranks.emplace_back([&, rank]() -> std::string {
+      if (rank == 1 && (!move_out(64_MiB) || ::mount("tmpfs", "/proc", "tmpfs", 0, nullptr) != 0)) {
+        return k_cannot;
+      }
+      return thrown_by([&] { make_store_bootstrap(rank_id{rank}, 3, store.face()); });
+    });
+  }
+  const std::string said = ranks[1].end();
+  if (said == k_cannot) GTEST_SKIP() << "no namespaces may be made here";
+  EXPECT_EQ(said,
+            "unsupported: rank 1: cannot tell which host this is: /proc has no boot id or no "
+            "namespaces; help: mount /proc");
+  EXPECT_EQ(ranks[0].end(), said);
+  EXPECT_EQ(ranks[2].end(), said);
+  EXPECT_LT(std::chrono::steady_clock::now() - since, std::chrono::seconds(10));
 }
 
 TEST(containers, ranks_may_number_their_devices_differently) {

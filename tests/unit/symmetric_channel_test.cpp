@@ -6,6 +6,7 @@
 #include "tests/support/fault_driver.hpp"
 #include "tests/support/patterns.hpp"
 #include "tests/support/scoped_capture.hpp"
+#include "tests/support/thread_hosts.hpp"
 #include "tests/support/thread_ranks.hpp"
 
 #include <evmm/comm/symmetric_channel.hpp>
@@ -32,23 +33,6 @@ namespace {
 
 using namespace evmm::units;
 using std::chrono::milliseconds;
-
-std::shared_ptr<driver> machine() {
-  return host_driver::make({.device_bytes = 1_GiB, .host_bytes = 4_GiB});
-}
-
-/// Ranks as threads on pretended hosts, "aabb" for two of two ranks each; none may throw.
-void run_hosts(const std::string& hosts, const std::function<void(const rank_context&)>& body,
-               milliseconds timeout = milliseconds(20'000)) {
-  std::vector<std::string> names;
-  for (const char host : hosts) names.emplace_back(1, host);
-  const auto bootstraps = make_thread_bootstraps(static_cast<int>(hosts.size()), names);
-  for (const auto& each : bootstraps) each->set_timeout(timeout);
-  const auto thrown = run_ranks(static_cast<int>(hosts.size()), [&](int rank) {
-    body({.ranks = bootstraps[static_cast<std::size_t>(rank)], .on = machine()});
-  });
-  for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
-}
 
 class channel_threads : public ::testing::TestWithParam<std::tuple<symmetric_case, std::string>> {};
 
@@ -200,6 +184,52 @@ TEST(symmetric_channel, what_is_meant_for_bytes_that_are_not_there_is_named) {
       at.ranks->barrier("test: rank 0 has seen it");
     });
   }
+}
+
+TEST(symmetric_channel, the_bootstraps_timeout_holds_before_its_first_call) {
+  const auto office = std::make_shared<post_office>(2);
+  run_hosts("ab", [&](const rank_context& at) {
+    auto region = at.make();
+    region.grow(tier::device, at.granule());
+    const rank_id me = at.ranks->rank();
+    at.ranks->set_timeout(milliseconds(1000));
+    symmetric_channel channel(region, {.link = std::make_shared<thread_link>(me, office)});
+    at.ranks->set_timeout(milliseconds(20'000));
+    if (me == rank_id{0}) {
+      const message_head head{.offset = region.size(), .bytes = 64};
+      office->post(me, {rank_id{1}, wire_writer().put(head).take()});
+      const auto since = std::chrono::steady_clock::now();
+      std::string said;
+      while (said.empty()) said = thrown_by([&] { channel.check(); });
+      EXPECT_EQ(said.find("peer_error: rank 1 uses 64 bytes"), 0u) << said;
+      EXPECT_LT(std::chrono::steady_clock::now() - since, milliseconds(10'000));
+    }
+    at.ranks->barrier("test: rank 0 has seen it");
+  });
+}
+
+TEST_P(lost_peers, null_addresses_are_refused_whatever_the_way) {
+  run_hosts(GetParam(), [](const rank_context& at) {
+    auto region = at.make();
+    region.grow(tier::device, at.granule());
+    symmetric_channel channel(region);
+    const native_stream stream = at.on->create_stream(at.device);
+    for (const rank_id peer : {rank_id{0}, rank_id{1}}) {
+      EXPECT_EQ(thrown_by([&] {
+                  channel.put(peer, 0, {static_cast<const std::byte*>(nullptr), 16}, stream);
+                }),
+                "invalid_argument: a put of 16 bytes at a null address");
+      EXPECT_EQ(thrown_by([&] {
+                  channel.get(peer, 0, {static_cast<std::byte*>(nullptr), 8}, stream);
+                }),
+                "invalid_argument: a get of 8 bytes at a null address");
+    }
+    channel.put({0}, 0, {}, stream);
+    channel.synchronize(stream);
+    channel.close();
+    at.on->destroy_stream(stream);
+    region.close();
+  });
 }
 
 /// Rank 1 fails at one call after the other until it has all that a channel needs.

@@ -99,9 +99,10 @@ class bootstrap {
                                                      std::chrono::steady_clock::time_point deadline,
                                                      std::string_view step) = 0;
 
-  /// Gathers every rank's identity and tells nodes apart by it. Implementations make this their
-  /// first call, at the end of construction.
-  void find_nodes(const std::string& identity = host_identity());
+  /// Gathers every rank's host_identity() and tells nodes apart by it. Implementations make this
+  /// their first call, at the end of construction. Collective: what one rank cannot tell, all
+  /// throw.
+  void find_nodes();
   /// The same from identities already known, one a rank, without a collective call.
   void set_nodes(std::span<const std::string> identities);
 

@@ -16,9 +16,10 @@ namespace [[gnu::visibility("default")]] evmm {
 
 /// What part of a region is registered; equal on all ranks.
 struct nccl_range {
-  /// From the region's base, where a segment starts.
+  /// From the region's base: a buffer's offset, say. What is registered starts where the segment
+  /// there does, since NCCL takes handles whole; pieces() tells.
   std::size_t offset = 0;
-  /// Up to the end of a segment or a multiple of 4,096. 0: to the region's end, wherever that is.
+  /// Rounded up to a multiple of 4,096 from the base. 0: to the region's end, wherever that is.
   std::size_t bytes = 0;
   /// Leave out segments that any rank has in HOST_NUMA: for signals, multimem and NCCL's symmetric
   /// kernels, which host memory forgoes. Without it such a segment needs
@@ -60,7 +61,7 @@ class nccl_window {
   /// Collective. The region and the communicator are on the same bootstrap. Throws unsupported,
   /// with the version needed, for what the loaded NCCL cannot do, also where it would do it wrong
   /// in silence, and for what nccl_communicator::probe() found not to work; invalid_argument for a
-  /// range that is no segments' or not backed, for a bootstrap that differs, and during a capture.
+  /// range that is not backed, for a bootstrap that differs, and during a capture.
   nccl_window(nccl_communicator& on, symmetric_region& region, const nccl_range& range = {},
               offsets used = offsets::any);
   nccl_window(nccl_window&&) noexcept;

@@ -87,8 +87,8 @@ struct incoming_block {
 /// Threads: one thread at a time. Across nodes a thread of the channel's own moves the bytes.
 /// Streams: every call returns at once and does its work in the order of the stream. A source may
 ///   be written anew, and a destination read, by later work of the stream. The calls of all ranks
-///   together come one after the other, as they are made, whatever their streams. A captured stream
-///   is unsupported.
+///   together come one after the other, as they are made, whatever their streams. The default
+///   stream is that of the region's device. A captured stream is unsupported.
 /// Errors: invalid_argument at the call for offsets, words and ranks that cannot be. What goes
 ///   wrong later breaks the channel: check(), synchronize() and every later call throw peer_error
 ///   or timed_out naming the rank. A rank that does not signal, answer or take messages within the

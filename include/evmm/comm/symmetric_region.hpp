@@ -79,7 +79,8 @@ struct change_times {
 /// Units: bytes, multiples of the granularity.
 /// Threads: one thread at a time, and the calls marked collective by all ranks in the same order.
 /// Streams: changes that take memory away first wait for the streams in `uses`, each rank for its
-///   own; name every stream that touches the affected bytes of any rank's part.
+///   own; name every stream that touches the affected bytes of any rank's part. The default stream
+///   is that of this rank's device.
 /// Errors: a collective change happens on all ranks, or on none: then every rank throws the same
 ///   error, which names the rank that failed, and every rank's region is as it was. A rank that
 ///   dies makes the others throw within the bootstrap's timeout; their region is then closed to

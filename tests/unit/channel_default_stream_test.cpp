@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/support/forwarding_driver.hpp"
+#include "tests/support/thread_hosts.hpp"
+
+#include <evmm/comm/symmetric_channel.hpp>
+#include <evmm/host_driver.hpp>
+#include <evmm/units.hpp>
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace evmm::test {
+namespace {
+
+/// Sees to it that the default stream is never that of another device than the one that is meant.
+class one_default_stream final : public forwarding_driver {
+ public:
+  one_default_stream(std::shared_ptr<driver> inner, device_id meant)
+      : forwarding_driver(std::move(inner)), meant_(meant) {}
+  void synchronize(native_stream stream) override {
+    check(stream);
+    forwarding_driver::synchronize(stream);
+  }
+  using forwarding_driver::synchronize;
+  void record(native_event event, native_stream stream) override {
+    check(stream);
+    forwarding_driver::record(event, stream);
+  }
+  void wait(native_stream stream, native_event event) override {
+    check(stream);
+    forwarding_driver::wait(stream, event);
+  }
+  void copy(address to, address from, std::size_t bytes, native_stream stream) override {
+    check(stream);
+    forwarding_driver::copy(to, from, bytes, stream);
+  }
+  void store_word(address at, std::uint64_t value, native_stream stream) override {
+    check(stream);
+    forwarding_driver::store_word(at, value, stream);
+  }
+  void wait_word(address at, std::uint64_t least, native_stream stream) override {
+    check(stream);
+    forwarding_driver::wait_word(at, least, stream);
+  }
+  capture_info capture(native_stream stream) const override {
+    check(stream);
+    return forwarding_driver::capture(stream);
+  }
+  int uses() const { return uses_; }
+
+ private:
+  void check(native_stream stream) const {
+    if (stream != nullptr) return;
+    ++uses_;
+    EXPECT_EQ(current_device(), meant_);
+  }
+  device_id meant_;
+  mutable std::atomic<int> uses_ = 0;
+};
+
+class default_stream : public ::testing::TestWithParam<std::string> {};
+INSTANTIATE_TEST_SUITE_P(hosts, default_stream, ::testing::Values("aa", "ab"),
+                         [](const auto& info) { return info.param; });
+
+TEST_P(default_stream, is_that_of_the_regions_device) {
+  run_hosts(GetParam(), [](const rank_context& outer) {
+    rank_context at = outer;
+    at.device = device_id{1};
+    const auto on = std::make_shared<one_default_stream>(
+        host_driver::make({.devices = 2, .device_bytes = 64_MiB}), at.device);
+    at.on = on;
+    on->set_current_device(device_id{0});
+    auto region = at.make({.device = at.device});
+    region.grow(tier::device, at.granule());
+    region.grow(tier::device, at.granule());
+    symmetric_channel channel(region);
+    const native_stream all[] = {nullptr};
+    const rank_id peer{1 - at.ranks->rank().value};
+    std::vector<std::byte> bytes(64);
+    channel.put_signal(peer, 0, bytes, {64, 1}, nullptr);
+    channel.wait_signal(peer, {64, 1}, nullptr);
+    channel.get(peer, 0, bytes, nullptr);
+    channel.barrier(nullptr);
+    const std::vector<outgoing_block> out(2, {.from = 0, .to = 128, .bytes = 8});
+    const std::vector<incoming_block> in(2, {.at = 128, .bytes = 8});
+    channel.all_to_all_v(out, in, nullptr);
+    channel.synchronize(nullptr);
+    const int before = on->uses();
+    region.shrink(at.granule(), {.streams = all});
+    EXPECT_GT(on->uses(), before);
+    EXPECT_EQ(on->current_device(), device_id{0}) << "the thread's own is put back";
+    channel.close();
+    region.close({.streams = all});
+  });
+}
+
+}  // namespace
+}  // namespace evmm::test
