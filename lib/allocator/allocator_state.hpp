@@ -114,6 +114,9 @@ struct caching_allocator::state {
   pool_record& pool(pool_id id) const;
   void route_changed() noexcept { routing.fetch_add(1, std::memory_order_relaxed); }
   void drop_if_unused(pool_record& gone);
+  bool make_empty(arena& one);
+  /// Where an allocation of this thread goes now; under arenas_guard.
+  pool_id routed_to(native_stream stream) const;
   /// What was freed in captures waits for events from now on, once the last capture has ended. When
   /// that fails, the rest waits for the next call.
   void settle_captured();

@@ -107,18 +107,22 @@ caching_allocator::state::~state() {
 
 // --- arenas ------------------------------------------------------------------------------------
 
+pool_id caching_allocator::state::routed_to(native_stream stream) const {
+  for (auto at = routes.rbegin(); at != routes.rend(); ++at) {
+    if (at->filter(stream)) return at->to;
+  }
+  return pool_id{};
+}
+
 arena& caching_allocator::state::find_arena(native_stream stream, size_class kind) {
   process.check();
+  // Before the routes are looked at: what is found by older ones must not pass for newer.
+  const std::uint64_t epoch = routing.load(std::memory_order_acquire);
   pool_id to{};
   bool routed = false;
   {
     const std::shared_lock lock(arenas_guard);
-    for (auto at = routes.rbegin(); at != routes.rend(); ++at) {
-      if (at->filter(stream)) {
-        to = at->to;
-        break;
-      }
-    }
+    to = routed_to(stream);
     routed = !routes.empty();
   }
   arena* found[2] = {nullptr, nullptr};
@@ -129,7 +133,6 @@ arena& caching_allocator::state::find_arena(native_stream stream, size_class kin
     }
     return found[0] != nullptr && found[1] != nullptr;
   };
-  const std::uint64_t epoch = routing.load(std::memory_order_acquire);
   bool have = false;
   {
     const std::shared_lock lock(arenas_guard);
@@ -137,6 +140,10 @@ arena& caching_allocator::state::find_arena(native_stream stream, size_class kin
   }
   if (!have) {
     const std::lock_guard slowly(slow);
+    if (!pools.contains(to)) {  // its route has ended meanwhile
+      const std::shared_lock lock(arenas_guard);
+      to = routed_to(stream);
+    }
     pool_record& owner = pool(to);
     owner.arenas.reserve(owner.arenas.size() + 2);
     const std::unique_lock lock(arenas_guard);

@@ -84,8 +84,8 @@ expandable_range& memory_supply::range_of(arena& needy, std::size_t bytes,
   ranges_.reserve(ranges_.size() + 1);
   std::unique_ptr<expandable_range> made;
   try {
-    made = std::make_unique<expandable_range>(*on_, evmm::round_up(reserve_bytes, granule_),
-                                              granule_, needy, where);
+    made = std::make_unique<expandable_range>(
+        records_.take(needy), *on_, evmm::round_up(reserve_bytes, granule_), granule_, where);
   } catch (const driver_error& refused) {
     throw driver_error(fmt::format("cannot reserve {} of addresses for an expandable segment: {}",
                                    format_bytes(reserve_bytes), refused.message()),

@@ -137,12 +137,13 @@ bool memory_supply::add_segment(arena& needy, std::size_t bytes, const supply_te
   fixed_.reserve(fixed_.size() + 1);
   needy.segments.reserve(needy.segments.size() + 1);
   needy.reserve(1);
+  auto record = records_.take(needy);
   std::unique_ptr<fixed_memory> made;
   if (const auto& functions = needy.pool().options.functions) {
     void* const at = functions->allocate(bytes, device_, needy.stream());
     if (at == nullptr) return false;
     made = std::make_unique<fixed_memory>(
-        reinterpret_cast<address>(at), bytes,
+        std::move(record), reinterpret_cast<address>(at), bytes,
         [free = functions->free, at, bytes, device = device_] { free(at, bytes, device); });
   } else {
     bytes = evmm::round_up(bytes, granule_);
@@ -157,12 +158,11 @@ bool memory_supply::add_segment(arena& needy, std::size_t bytes, const supply_te
       } else {
         memory = source_.acquire(terms.where, bytes).take();
       }
-      made = std::make_unique<fixed_memory>(*on_, std::move(memory), access_);
+      made = std::make_unique<fixed_memory>(std::move(record), *on_, std::move(memory), access_);
     } catch (const out_of_memory&) {
       return false;
     }
   }
-  made->segment.owner = &needy;
   made->serial = ++last_serial_;
   pages_.add(made->segment.base, bytes, &made->segment);
   hold(needy.kind(), made->where(), static_cast<std::int64_t>(bytes));

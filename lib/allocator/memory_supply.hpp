@@ -6,6 +6,7 @@
 #include "lib/allocator/live_options.hpp"
 #include "lib/allocator/page_map.hpp"
 #include "lib/allocator/pool_record.hpp"
+#include "lib/allocator/segment_records.hpp"
 #include "lib/memory/memory_source.hpp"
 #include "lib/memory/remap.hpp"
 
@@ -23,16 +24,22 @@ namespace [[gnu::visibility("default")]] evmm {
 
 /// Memory of one handle, or of a user's function, behind one segment.
 class fixed_memory {
+  segment_records::lease record_;
+
  public:
-  fixed_memory(driver& on, memory_ptr memory, const access_rule& access)
-      : own_(std::make_unique<scratch_mapping>(on, *memory, access)), memory_(std::move(memory)) {
+  fixed_memory(segment_records::lease record, driver& on, memory_ptr memory,
+               const access_rule& access)
+      : record_(std::move(record)),
+        own_(std::make_unique<scratch_mapping>(on, *memory, access)),
+        memory_(std::move(memory)) {
     segment.base = own_->base();
     segment.bytes = memory_->size();
     segment.memory = this;
   }
   /// `give_back` is called when it is destroyed.
-  fixed_memory(address at, std::size_t bytes, std::function<void()> give_back)
-      : give_back_(std::move(give_back)) {
+  fixed_memory(segment_records::lease record, address at, std::size_t bytes,
+               std::function<void()> give_back)
+      : record_(std::move(record)), give_back_(std::move(give_back)) {
     segment.base = at;
     segment.bytes = bytes;
     segment.memory = this;
@@ -43,7 +50,7 @@ class fixed_memory {
 
   tier where() const noexcept { return memory_ ? memory_->location().kind : tier::device; }
   const memory_ptr& memory() const noexcept { return memory_; }
-  segment_record segment;
+  segment_record& segment = *record_;
   std::uint64_t serial = 0;  ///< as handle_record::serial
   bool oversize = false;     ///< counted so, whatever the options say now
 
@@ -164,6 +171,7 @@ class memory_supply {
   access_rule access_;
   std::size_t granule_;
 
+  segment_records records_;
   std::vector<std::unique_ptr<handle_record>> handles_;
   std::vector<std::unique_ptr<expandable_range>> ranges_;
   std::vector<std::unique_ptr<fixed_memory>> fixed_;

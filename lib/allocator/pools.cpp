@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <limits>
 #include <set>
 #include <thread>
 #include <utility>
@@ -72,6 +73,20 @@ int caching_allocator::pool_use_count(pool_id its) const {
   return state_->pool(its).users;
 }
 
+/// Gives back all memory of an arena; false when something lives there. A thread that was sent here
+/// before a route ended may still take what is free. Empty is for good: memory comes under `slow`.
+bool caching_allocator::state::make_empty(arena& one) {
+  {
+    const std::lock_guard held(one.guard());
+    if (one.empty()) return true;
+  }
+  if (capturing(one.stream())) return false;
+  const auto held = lock_quiet(one);
+  supply.give_back(one, std::numeric_limits<std::size_t>::max(),
+                   std::numeric_limits<std::uint64_t>::max(), true);
+  return one.empty();
+}
+
 /// A pool without users in which nothing lives goes at once; else its free memory serves others
 /// (pool_record::may_give) and it goes when it can.
 void caching_allocator::state::drop_if_unused(pool_record& gone) {
@@ -89,9 +104,12 @@ void caching_allocator::state::drop_if_unused(pool_record& gone) {
   }
   const device_scope here(*on, device);
   for (arena* one : gone.arenas) {
-    if (!one->empty() && !capturing(one->stream())) on->synchronize(one->stream());
+    if (!make_empty(*one)) return;
   }
-  for (arena* one : gone.arenas) supply.drop(*one);
+  for (arena* one : gone.arenas) {
+    const std::lock_guard held(one->guard());
+    supply.drop(*one);
+  }
   const std::unique_lock lock(arenas_guard);
   route_changed();
   for (auto at = accounts.begin(); at != accounts.end();) {

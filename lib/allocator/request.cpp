@@ -180,8 +180,10 @@ caching_allocator::state::taken caching_allocator::state::request(
   const auto before = static_cast<std::size_t>(books.peak_active_bytes());
   const std::size_t next = static_cast<std::size_t>(books.active_bytes()) + size;
   std::unique_lock lock(slow);
+  // A pool may have gone since its arena was found: then the request goes where it would go now.
+  arena& now = pools.contains(from.pool().id) ? from : find_arena(from.stream(), from.kind());
   try {
-    return find_memory(from, size, bytes, {before, next}, held, lock);
+    return find_memory(now, size, bytes, {before, next}, held, lock);
   } catch (const out_of_memory&) {
     // fail() has counted and told, and let go of the lock; a reservation too small did neither.
     if (lock.owns_lock()) {
@@ -199,9 +201,6 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
     arena& from, std::size_t size, std::size_t bytes, const live_bytes& live,
     std::unique_lock<spin_lock>& held, std::unique_lock<std::recursive_mutex>& lock) {
   clock.fetch_add(1, std::memory_order_relaxed);
-  // With no lock held the pool may have gone. Its number is not given again.
-  const auto check_pool = [&] { static_cast<void>(pool(from.pool().id)); };
-  check_pool();
   const std::size_t most_live = std::max(live.peak, live.next);
   const auto slack =
       static_cast<std::size_t>(options.now().recycle_slack * static_cast<double>(most_live));
@@ -229,7 +228,7 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
   }
   // 2. Whoever offered to free something.
   const bool freed = ask_for_frees(lock);
-  check_pool();
+  static_cast<void>(pool(from.pool().id));  // it may have gone; its number is not given again
   if (freed) {
     if (block* const found = try_free()) return {&from, found};
   }

@@ -4,8 +4,10 @@
 #include "tests/support/allocator_contract.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <sstream>
+#include <thread>
 
 // Single calls: addresses asked for and told, what is given back, settings, peers, mistakes.
 
@@ -102,6 +104,34 @@ TEST_P(allocator_call_contract, a_block_that_waits_for_streams_cannot_be_freed_a
   allocator->record_stream(block, other);
   allocator->free(block);
   EXPECT_TRUE(says(refusal([&] { allocator->free(block); }), text(block)));
+}
+
+TEST_P(allocator_call_contract, stale_pointers_are_found_out_while_their_memory_goes) {
+  for (const char* const config : {"", k_segments}) {
+    make(config);
+    std::atomic<bool> over = false;
+    std::atomic<void*> stale = nullptr;
+    std::thread other([&] {
+      while (!over) {
+        void* const seen = stale;
+        (void)allocator->owns(seen);
+        allocator->record_stream(seen, nullptr);
+      }
+    });
+    for (int i = 0; i < 50; ++i) {
+      const pool_id pool = allocator->create_pool();
+      allocator->begin_allocate_to_pool(pool);
+      void* const block = allocator->allocate(3_MiB);
+      allocator->end_allocate_to_pool(pool);
+      stale = block;
+      allocator->free(block);
+      if (i % 2 == 0) allocator->empty_cache();
+      allocator->release_pool(pool);
+      EXPECT_FALSE(allocator->owns(block));
+    }
+    over = true;
+    other.join();
+  }
 }
 
 TEST_P(allocator_call_contract, cache_info_tells_what_is_free_and_held) {

@@ -4,8 +4,10 @@
 #include "tests/support/allocator_contract.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <stdexcept>
+#include <string>
 #include <thread>
 
 // Pools: where requests go, what pools share, and when they end.
@@ -290,6 +292,34 @@ TEST_P(allocator_pool_contract, a_released_pool_lives_as_long_as_its_routes) {
   allocator->empty_cache();
   EXPECT_EQ(reserved(), 0);
   EXPECT_EQ(refusal([&] { free({allocator->allocate(3_MiB)}); }), "done");
+}
+
+TEST_P(allocator_pool_contract, a_pool_may_go_while_threads_are_sent_there) {
+  for (const char* const config : {"", k_segments}) {
+    make(config);
+    std::atomic<bool> over = false;
+    std::atomic<int> served = 0;
+    std::string refused = "done";
+    std::thread other([&] {
+      for (; !over && refused == "done"; ++served) {
+        refused = refusal([&] { free({allocator->allocate(1000), allocator->allocate(3_MiB)}); });
+      }
+      over = true;
+    });
+    for (int i = 0; i < 300 && !over; ++i) {
+      const pool_id pool = allocator->create_pool();
+      allocator->begin_allocate_to_pool(pool, [](native_stream) { return true; });
+      for (const int before = served; served == before && !over;) std::this_thread::yield();
+      allocator->end_allocate_to_pool(pool);
+      allocator->release_pool(pool);
+    }
+    over = true;
+    other.join();
+    EXPECT_EQ(refused, "done") << "it goes where it would go now";
+    allocator->empty_cache();
+    EXPECT_EQ(reserved(), 0);
+    allocator->check_invariants();
+  }
 }
 
 TEST_P(allocator_pool_contract, totals_outlive_a_pool) {
