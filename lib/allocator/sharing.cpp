@@ -67,6 +67,7 @@ void caching_allocator::enable_peer(device_id peer) {
   state& s = *state_;
   if (peer == s.device) return;
   const std::lock_guard lock(s.slow);
+  if (s.other) s.other->enable_peer(peer);
   s.supply.enable_peer(peer);
   const access_grant grant{memory_location::on(peer)};
   const std::lock_guard imports(s.imports_guard);

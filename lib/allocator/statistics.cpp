@@ -136,6 +136,7 @@ void caching_allocator::reset_totals() {
 
 cache_information caching_allocator::cache_info() const {
   state& s = *state_;
+  if (s.other) return s.other->cache_info();
   const std::lock_guard lock(s.slow);
   cache_information found;
   for (arena* one : s.all_arenas) {
@@ -242,7 +243,10 @@ void caching_allocator::configure(std::string_view text) {
                              "name all peers that were named before, and more");
     }
   }
-  for (const device_id peer : next.peers) enable_peer(peer);
+  for (const device_id peer : next.peers) {
+    const bool known = std::find(now.peers.begin(), now.peers.end(), peer) != now.peers.end();
+    if (!known) enable_peer(peer);
+  }
   state_->options.set(next);
 }
 

@@ -188,6 +188,7 @@ class caching_allocator {
   /// The class of a stream, for expandable_segments_reserve_by_class. Before its first allocation.
   void set_stream_class(native_stream stream, const std::string& name);
   /// Lets `peer` touch all memory of this allocator, existing and future, and what it imports.
+  /// Throws unsupported when it cannot reach it, and with backend:cudaMallocAsync.
   void enable_peer(device_id peer);
 
   // --- pools ----------------------------------------------------------------------------------
