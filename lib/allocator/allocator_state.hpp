@@ -97,6 +97,8 @@ struct caching_allocator::state {
   /// Waits for the event that was recorded first, of `first` if it has any, else of any arena if
   /// `others` count; returns its arena.
   arena* wait_for_event(arena& first, bool others = true);
+  /// Waits for every stream that may use the memory of an arena that is going.
+  void wait_for_users(arena& going);
   [[noreturn]] void fail(const arena& from, std::size_t size, std::size_t bytes, bool rejected,
                          std::unique_lock<std::recursive_mutex>& lock);
   oom_report report_of(std::size_t bytes, bool rejected) const;

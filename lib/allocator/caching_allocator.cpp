@@ -89,11 +89,12 @@ caching_allocator::state::state(std::shared_ptr<driver> driver, device_id its,
 
 caching_allocator::state::~state() {
   std::size_t live = 0;
+  captures = 0;  // nobody is left to end them
   for (arena* one : all_arenas) {
     live += static_cast<std::size_t>(one->allocated_count());
     log_failure("waiting for a stream before its memory goes", [&] {
       const device_scope here(*on, device);
-      if (!one->empty() && !capturing(one->stream())) on->synchronize(one->stream());
+      wait_for_users(*one);
     });
   }
   if (live > 0) {

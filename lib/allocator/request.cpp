@@ -172,6 +172,21 @@ arena* caching_allocator::state::wait_for_event(arena& first, bool others) {
   return chosen;
 }
 
+void caching_allocator::state::wait_for_users(arena& going) {
+  if (!going.empty() && !capturing(going.stream())) on->synchronize(going.stream());
+  settle_captured();
+  while (wait_for_event(going, false) != nullptr) {
+  }
+  for (const segment_record* segment : going.segments) {
+    for (const block* b = segment->first; b != nullptr; b = b->after) {
+      if (b->use != block_use::lent) continue;
+      for (native_stream stream : *b->other_streams) {
+        if (!capturing(stream)) on->synchronize(stream);
+      }
+    }
+  }
+}
+
 caching_allocator::state::taken caching_allocator::state::request(
     arena& from, std::size_t size, std::size_t bytes, std::unique_lock<spin_lock>& held) {
   process.check();

@@ -137,8 +137,8 @@ class caching_allocator {
  public:
   caching_allocator(std::shared_ptr<driver> on, device_id device,
                     const allocator_options& options = options_from_environment());
-  /// Waits for its streams and gives everything back. Live allocations die with it, with a
-  /// warning.
+  /// Waits for its streams, and for those that record_stream told of, and gives everything back.
+  /// Live allocations die with it, with a warning.
   ~caching_allocator();
   caching_allocator(const caching_allocator&) = delete;
   caching_allocator& operator=(const caching_allocator&) = delete;
