@@ -66,6 +66,8 @@ struct caching_allocator::state {
   /// Deferred frees of `from`, which is locked, that are over by now.
   void poll(arena& from);
   void complete(arena& owner, block& freed) noexcept;
+  /// Whether a stream that uses the block, which other streams used, is being captured.
+  bool in_capture(const arena& owner, const block& used) const;
 
   // --- requests that need memory (request.cpp) ------------------------------------------------
 
@@ -119,8 +121,8 @@ struct caching_allocator::state {
   bool make_empty(arena& one);
   /// Where an allocation of this thread goes now; under arenas_guard.
   pool_id routed_to(native_stream stream) const;
-  /// What was freed in captures waits for events from now on, once the last capture has ended. When
-  /// that fails, the rest waits for the next call.
+  /// What was freed in captures waits for events from now on, once the last capture has ended and
+  /// no stream that used it is captured. When that fails, the rest waits for the next call.
   void settle_captured();
 
   /// What a thread found last for a stream.

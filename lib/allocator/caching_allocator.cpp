@@ -291,17 +291,18 @@ void caching_allocator::state::poll(arena& from) {
   from.deferred->poll(*on, [&](block* freed) { complete(from, *freed); });
 }
 
+bool caching_allocator::state::in_capture(const arena& owner, const block& used) const {
+  return capturing(owner.stream()) ||
+         std::any_of(used.other_streams->begin(), used.other_streams->end(),
+                     [&](native_stream stream) { return capturing(stream); });
+}
+
 void caching_allocator::state::defer(arena& owner, block& freed,
                                      std::unique_lock<spin_lock>& held) {
   const device_scope here(*on, device);
   const allocator_options& now = options.now();
   if (!owner.deferred) owner.deferred = std::make_unique<deferred_frees>();
-  const auto in_capture = [&] {
-    if (capturing(owner.stream())) return true;
-    return std::any_of(freed.other_streams->begin(), freed.other_streams->end(),
-                       [&](native_stream stream) { return capturing(stream); });
-  };
-  if (in_capture()) {
+  if (in_capture(owner, freed)) {
     std::vector<graph_node> last;
     if (now.graph_capture_record_stream_reuse) {
       last = on->capture_frontier(owner.stream());

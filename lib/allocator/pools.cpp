@@ -189,6 +189,11 @@ void caching_allocator::begin_capture(pool_id its) {
   state& s = *state_;
   const std::lock_guard lock(s.slow);
   pool_record& one = s.pool(its);
+  if (its == pool_id{}) {
+    throw invalid_argument(
+        "a capture cannot allocate from the default pool, whose memory would have to stay as it is",
+        "make a pool for it with create_pool()");
+  }
   ++one.captures;
   one.captured = true;
   ++s.captures;
@@ -212,7 +217,9 @@ void caching_allocator::state::settle_captured() {
   if (captures > 0) return;
   for (arena* each : all_arenas) {
     const std::lock_guard held(each->guard());
-    if (each->deferred) each->deferred->captures_ended(events);
+    if (!each->deferred) continue;
+    each->deferred->captures_ended(events,
+                                   [&](const block& freed) { return in_capture(*each, freed); });
   }
 }
 

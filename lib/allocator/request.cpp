@@ -103,7 +103,7 @@ caching_allocator::state::taken caching_allocator::state::take_from_pools(
     arena& from, std::size_t size, std::unique_lock<spin_lock>& held) {
   if (from.pool().id != pool_id{}) return {};
   for (const auto& [its_id, its] : pools) {
-    if (!its->options.use_on_oom || its->captures > 0) continue;
+    if (!its->options.use_on_oom || !its->may_give()) continue;
     for (arena* one : its->arenas) {
       if (one->stream() != from.stream() || one->kind() != from.kind()) continue;
       held = std::unique_lock(one->guard());
@@ -278,6 +278,7 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
     // 5. Pools that help out.
     if (const taken found = take_from_pools(from, size, held); found.what != nullptr) return found;
     if (in_capture) continue;
+    settle_captured();
     // 6. Blocks that wait for other streams, one event at a time.
     while (arena* const one = wait_for_event(from)) {
       if (block* const found = one == &from ? try_free() : extend(from, size, terms, held)) {

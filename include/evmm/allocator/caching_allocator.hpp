@@ -30,7 +30,8 @@ struct pool_functions {
 
 /// What a pool is made from.
 struct pool_options {
-  /// Requests of the default pool may use this pool's free blocks before they fail.
+  /// Requests of the default pool may use this pool's free blocks before they fail, unless a graph
+  /// may replay on them.
   bool use_on_oom = false;
   /// Free blocks are handed out whole.
   bool no_split = false;
@@ -212,9 +213,9 @@ class caching_allocator {
 
   // --- graph capture --------------------------------------------------------------------------
 
-  /// A capture that allocates from `pool` begins or ends. Between the two, frees of blocks that
-  /// other streams used are deferred, unless their reuse is proved by the capture itself
-  /// (graph_capture_record_stream_reuse).
+  /// A capture that allocates from `pool`, not the default one, begins or has ended. Between the
+  /// two, frees of blocks that other streams used are deferred, unless their reuse is proved by the
+  /// capture itself (graph_capture_record_stream_reuse).
   void begin_capture(pool_id pool);
   void end_capture(pool_id pool);
   std::shared_ptr<const pool_checkpoint> checkpoint(pool_id pool);
