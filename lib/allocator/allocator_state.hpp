@@ -104,6 +104,7 @@ struct caching_allocator::state {
   [[noreturn]] void fail(const arena& from, std::size_t size, std::size_t bytes, bool rejected,
                          std::unique_lock<std::recursive_mutex>& lock);
   oom_report report_of(std::size_t bytes, bool rejected) const;
+  void note(const arena& from, const oom_report& report);
   void tell(const oom_report& report);  ///< with no lock held
   /// By another backend, which has no ladder of its own.
   void* allocate_elsewhere(std::size_t bytes, native_stream stream);

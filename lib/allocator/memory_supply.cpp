@@ -132,6 +132,21 @@ void memory_supply::arrive(span_record& home, arena& needy, const block* near) {
 
 // --- segments of one handle --------------------------------------------------------------------
 
+void memory_supply::check_given(address at, std::size_t bytes, const pool_functions& by) const {
+  const auto refuse = [&](const char* why) {
+    throw invalid_argument(fmt::format("a pool's own `allocate` returned {} for {}, {}",
+                                       format_address(at), format_bytes(bytes), why),
+                           "return a multiple of 512 where nothing is in use");
+  };
+  if (at % 512 != 0) {
+    by.free(reinterpret_cast<void*>(at), bytes, device_);
+    refuse("no multiple of 512");
+  }
+  for (const address end : {at, at + bytes - 1}) {
+    if (pages_.find(end) != nullptr) refuse("which lies in memory that is held already");
+  }
+}
+
 bool memory_supply::add_segment(arena& needy, std::size_t bytes, const supply_terms& terms) {
   if (!terms.may_make) return false;
   fixed_.reserve(fixed_.size() + 1);
@@ -142,6 +157,7 @@ bool memory_supply::add_segment(arena& needy, std::size_t bytes, const supply_te
   if (const auto& functions = needy.pool().options.functions) {
     void* const at = functions->allocate(bytes, device_, needy.stream());
     if (at == nullptr) return false;
+    check_given(reinterpret_cast<address>(at), bytes, *functions);
     made = std::make_unique<fixed_memory>(
         std::move(record), reinterpret_cast<address>(at), bytes,
         [free = functions->free, at, bytes, device = device_] { free(at, bytes, device); });

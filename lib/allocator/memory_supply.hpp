@@ -68,6 +68,8 @@ struct supply_terms {
   bool growing = false;  ///< more will be live than ever before
   /// Held memory never passes this.
   std::size_t limit = 0;
+  /// What is made serves although the rest cannot be: another tier adds it.
+  bool in_parts = false;
   bool may_make = true;   ///< ask the driver for new memory
   bool may_wait = false;  ///< take what other streams have not finished with, behind a wait
 };
@@ -158,6 +160,8 @@ class memory_supply {
   /// Its segment holds no block any more.
   void release(const arena& holder, fixed_memory& gone) noexcept;
 
+  /// Refuses what a user's function should not have returned.
+  void check_given(address at, std::size_t bytes, const pool_functions& by) const;
   void count(pool_statistic& of, size_class kind, std::int64_t amount) noexcept;
   void hold(size_class kind, tier where, std::int64_t bytes) noexcept;
 

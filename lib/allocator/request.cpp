@@ -205,6 +205,7 @@ caching_allocator::state::taken caching_allocator::state::request(
       if (held.owns_lock()) held.unlock();
       ++ooms;
       const oom_report report = report_of(bytes, false);
+      note(now, report);
       lock.unlock();
       tell(report);
     }
@@ -251,14 +252,17 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
   if (!in_capture) collect_garbage();
 
   const std::vector<tier>& tiers = from.pool().options.tiers;
+  const bool own_memory = from.pool().options.functions.has_value();
+  bool retried = false;
   for (const tier where : tiers) {
     // What the addresses of one tier cannot hold may lie in the next.
     if (where != tiers.back() && expandable(from) && size > reservation_for(from, where)) continue;
     supply_terms terms{.where = where,
                        .make_up_to = most_live + slack,
                        .growing = live.next > live.peak,
-                       .limit = where == tier::device ? limit() : k_all};
-    if (where == tier::device && options.now().throw_on_device_oom) {
+                       .limit = where == tier::device ? limit() : k_all,
+                       .in_parts = from.pool().options.may_span && where != tiers.back()};
+    if (where == tier::device && options.now().throw_on_device_oom && !own_memory) {
       const std::size_t device_free = on->usage(memory_location::on(device)).free_bytes;
       const std::size_t held_bytes = supply.held_bytes(tier::device);
       const std::size_t allowed = terms.limit - std::min(terms.limit, held_bytes);
@@ -286,7 +290,10 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
       }
     }
     // 7. Memory of other streams, behind their work; then whatever is cached anywhere.
-    ++retries;
+    if (!std::exchange(retried, true)) {
+      ++retries;
+      ++full_waits;
+    }
     if (options.now().recycle != recycling::never && expandable(from)) {
       terms.may_wait = true;
       if (block* const found = extend(from, size, terms, held)) return {&from, found};
@@ -295,7 +302,6 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
       if (give_back(enough) == 0) break;
       if (block* const found = extend(from, size, terms, held)) return {&from, found};
     }
-    ++full_waits;
   }
   fail(from, size, bytes, false, lock);
 }
@@ -308,6 +314,15 @@ oom_report caching_allocator::state::report_of(std::size_t bytes, bool rejected)
           .total_bytes = usage.total_bytes,
           .free_bytes = usage.free_bytes,
           .rejected = rejected};
+}
+
+void caching_allocator::state::note(const arena& from, const oom_report& report) {
+  if (!happened.wanted()) return;
+  happened.record({.action = trace_action::oom,
+                   .at = report.free_bytes,
+                   .bytes = report.requested_bytes,
+                   .stream = from.stream(),
+                   .pool = from.pool().id});
 }
 
 void caching_allocator::state::tell(const oom_report& report) {
@@ -342,13 +357,7 @@ void caching_allocator::state::fail(const arena& from, std::size_t size, std::si
   if (rejected) ++rejections;
   const oom_report report = report_of(bytes, rejected);
   const out_of_memory failure = out_of_memory_text(*this, from, size, report);
-  if (happened.wanted()) {
-    happened.record({.action = trace_action::oom,
-                     .at = report.free_bytes,
-                     .bytes = bytes,
-                     .stream = from.stream(),
-                     .pool = from.pool().id});
-  }
+  note(from, report);
   lock.unlock();
   tell(report);
   throw failure;

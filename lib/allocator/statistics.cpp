@@ -187,6 +187,7 @@ std::size_t caching_allocator::empty_cache(std::optional<pool_id> pool) {
   const std::lock_guard lock(s.slow);
   const pool_record* const only = pool ? &s.pool(*pool) : nullptr;
   s.settle_captured();
+  ++s.full_waits;
   for (arena* one : s.all_arenas) {
     if (only != nullptr && &one->pool() != only) continue;
     while (s.captures == 0 && s.wait_for_event(*one, false)) {

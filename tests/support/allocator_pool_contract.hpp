@@ -232,7 +232,8 @@ TEST_P(allocator_pool_contract, a_user_without_memory_is_out_of_memory) {
   const pool_id pool = allocator->create_pool({.functions = user.functions()});
   user.fails = true;
   allocator->begin_allocate_to_pool(pool);
-  EXPECT_TRUE(says(refusal([&] { (void)allocator->allocate(12_MiB); }), "pool 1"));
+  const std::string said = refusal([&] { (void)allocator->allocate(12_MiB); });
+  EXPECT_TRUE(says(said, "pool 1") && says(said, "own `allocate` returned null")) << said;
   user.fails = false;
   user.throws = true;
   EXPECT_THROW((void)allocator->allocate(12_MiB), std::runtime_error);
@@ -241,6 +242,39 @@ TEST_P(allocator_pool_contract, a_user_without_memory_is_out_of_memory) {
   allocator->end_allocate_to_pool(pool);
   EXPECT_EQ(user.given.size(), 1u);
   allocator->free(block);
+  allocator.reset();
+}
+
+TEST_P(allocator_pool_contract, memory_of_the_user_is_checked) {
+  make();
+  pool_functions functions;
+  std::vector<address> taken_back;
+  address returns = 0;
+  functions.allocate = [&](std::size_t, device_id, native_stream) {
+    return reinterpret_cast<void*>(returns);
+  };
+  functions.free = [&](void* back, std::size_t, device_id) { taken_back.push_back(at(back)); };
+  const pool_id pool = allocator->create_pool({.functions = functions});
+  returns = (address{1} << 40) + 256;
+  EXPECT_TRUE(says(refusal([&] { (void)allocate_in(pool, 1000); }), "no multiple of 512"));
+  allocator->end_allocate_to_pool(pool);
+  EXPECT_EQ(taken_back, std::vector<address>{returns});
+  returns = address{1} << 40;
+  void* const block = allocate_in(pool, 1000);
+  returns += 1_MiB;
+  EXPECT_TRUE(says(refusal([&] { (void)allocate_in(pool, 3_MiB); }), "held already"));
+  allocator->end_allocate_to_pool(pool);
+  EXPECT_EQ(taken_back.size(), 1u) << "it is in use";
+  allocator->free(block);
+  allocator.reset();
+}
+
+TEST_P(allocator_pool_contract, what_the_user_gives_is_no_matter_of_the_devices_memory) {
+  user_memory user(on);
+  make("throw_on_cudamalloc_oom:True");
+  const pool_id pool = allocator->create_pool({.functions = user.functions()});
+  allocator->set_memory_fraction(0);
+  allocator->free(allocate_in(pool, 12_MiB));
   allocator.reset();
 }
 

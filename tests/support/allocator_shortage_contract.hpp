@@ -221,6 +221,7 @@ TEST_P(allocator_shortage_contract, the_host_tier_follows_the_device) {
     EXPECT_GE(allocator->report().host_tier_bytes, 16_MiB);
     EXPECT_LE(allocator->report().reserved_bytes, 20_MiB);
     EXPECT_EQ(allocator->statistics().num_ooms, 0);
+    EXPECT_EQ(allocator->statistics().num_alloc_retries, 1);
     free({first, second});
     allocator->empty_cache();
     EXPECT_EQ(allocator->report().host_tier_bytes, 0u);

@@ -23,7 +23,8 @@ enum class pool_id : std::uint64_t {};
 /// User functions behind a pool. Called with the allocator's slow path locked: they may not call
 /// the allocator.
 struct pool_functions {
-  /// Returns memory of at least `bytes`, aligned to 512, or null when there is none.
+  /// Returns memory of at least `bytes`, aligned to 512 and not in use, or null when there is none.
+  /// Other memory is an invalid_argument of the request.
   std::function<void*(std::size_t bytes, device_id device, native_stream stream)> allocate;
   std::function<void(void* at, std::size_t bytes, device_id device)> free;
 };
