@@ -137,6 +137,7 @@ struct caching_allocator::state {
   struct route {
     pool_id to;
     std::function<bool(native_stream)> filter;
+    std::thread::id begun_by;
   };
 
   const std::uint64_t id;

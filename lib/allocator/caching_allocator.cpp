@@ -257,10 +257,16 @@ void* caching_allocator::allocate_at(void* where, std::size_t bytes, native_stre
     throw invalid_argument(fmt::format("cannot allocate {} bytes: the limit is 1 EiB", bytes));
   }
   const address at = as_address(where);
-  const std::size_t size = s.rules.round(bytes);
+  std::size_t size = s.rules.round(bytes);
   if (at % 512 != 0) return nullptr;
   arena& from = s.arena_for(stream, s.rules.class_of(size));
   std::unique_lock held(from.guard());
+  if (from.pool().options.no_split) {
+    from.merge_recent();
+    const block* const whole = from.covering(at);
+    if (whole == nullptr || whole->at != at || whole->bytes < size) return nullptr;
+    size = whole->bytes;
+  }
   block* const found = from.take_at(at, size);
   return found == nullptr ? nullptr : s.hand_out(from, *found, bytes, held);
 }

@@ -138,7 +138,7 @@ void caching_allocator::begin_allocate_to_pool(pool_id its,
   const std::lock_guard lock(s.slow);
   s.pool(its);
   const std::unique_lock guard(s.arenas_guard);
-  s.routes.push_back({its, std::move(filter)});
+  s.routes.push_back({its, std::move(filter), std::this_thread::get_id()});
   s.route_changed();
 }
 
@@ -152,8 +152,14 @@ void caching_allocator::end_allocate_to_pool(pool_id its) {
   state& s = *state_;
   const std::lock_guard lock(s.slow);
   const std::unique_lock guard(s.arenas_guard);
-  const auto last = std::find_if(s.routes.rbegin(), s.routes.rend(),
-                                 [&](const state::route& one) { return one.to == its; });
+  // The thread's own, where several threads go to one pool.
+  auto last = std::find_if(s.routes.rbegin(), s.routes.rend(), [&](const state::route& one) {
+    return one.to == its && one.begun_by == std::this_thread::get_id();
+  });
+  if (last == s.routes.rend()) {
+    last = std::find_if(s.routes.rbegin(), s.routes.rend(),
+                        [&](const state::route& one) { return one.to == its; });
+  }
   if (last == s.routes.rend()) {
     throw invalid_argument(
         fmt::format("no allocations go to pool {}: end_allocate_to_pool needs a "

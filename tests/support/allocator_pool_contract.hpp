@@ -151,6 +151,23 @@ TEST_P(allocator_pool_contract, a_route_without_filter_is_the_threads_own) {
   free({here, elsewhere});
 }
 
+TEST_P(allocator_pool_contract, threads_that_go_to_one_pool_end_their_own_routes) {
+  make();
+  const pool_id pool = allocator->create_pool();
+  allocator->begin_allocate_to_pool(pool);
+  std::thread([&] {
+    allocator->begin_allocate_to_pool(pool);
+    allocator->begin_allocate_to_pool(pool);
+    allocator->end_allocate_to_pool(pool);
+  }).join();
+  allocator->end_allocate_to_pool(pool);
+  void* const outside = allocator->allocate(3_MiB);
+  EXPECT_FALSE(lives_in(pool, outside));
+  allocator->end_allocate_to_pool(pool);  // of the thread that has ended
+  EXPECT_THROW(allocator->end_allocate_to_pool(pool), invalid_argument);
+  allocator->free(outside);
+}
+
 TEST_P(allocator_pool_contract, live_allocations_are_told_exactly) {
   make();
   const pool_id pool = allocator->create_pool();
@@ -176,6 +193,12 @@ TEST_P(allocator_pool_contract, no_split_hands_out_free_blocks_whole) {
   void* const small = allocate_in(pool, 512);
   EXPECT_EQ(block_bytes(small), 2_MiB);
   free({part, small});
+  allocator->begin_allocate_to_pool(pool);
+  EXPECT_EQ(allocator->allocate_at(static_cast<std::byte*>(big) + 1_MiB, 3_MiB), nullptr);
+  EXPECT_EQ(allocator->allocate_at(big, 3_MiB), big);
+  allocator->end_allocate_to_pool(pool);
+  EXPECT_EQ(block_bytes(big), 16_MiB);
+  allocator->free(big);
 }
 
 TEST_P(allocator_pool_contract, no_split_holds_where_segments_expand) {
@@ -340,7 +363,7 @@ TEST_P(allocator_pool_contract, a_pool_may_go_while_threads_are_sent_there) {
       }
       over = true;
     });
-    for (int i = 0; i < 300 && !over; ++i) {
+    for (int i = 0; i < 100 && !over; ++i) {
       const pool_id pool = allocator->create_pool();
       allocator->begin_allocate_to_pool(pool, [](native_stream) { return true; });
       for (const int before = served; served == before && !over;) std::this_thread::yield();

@@ -152,7 +152,8 @@ class caching_allocator {
   /// Null is ignored. Throws invalid_argument naming a pointer that is not a live allocation.
   void free(void* at);
   /// At this very address, which must be free, backed, of this stream and of the pool that the
-  /// request would use, and a multiple of 512. Null when it is not. Never makes new memory.
+  /// request would use, a multiple of 512, and with no_split where a free block begins. Null when
+  /// it is not. Never makes new memory.
   [[nodiscard]] void* allocate_at(void* where, std::size_t bytes, native_stream stream = nullptr);
   /// Another stream uses the allocation too: after free() it is not reused before that stream is
   /// past what it has enqueued until then. No effect for null, foreign pointers, and the stream of
@@ -208,6 +209,7 @@ class caching_allocator {
   void begin_allocate_to_pool(pool_id pool, std::function<bool(native_stream)> filter);
   /// The calling thread's allocations.
   void begin_allocate_to_pool(pool_id pool);
+  /// The last begun to that pool, by the calling thread if it began any.
   void end_allocate_to_pool(pool_id pool);
   /// Whether the live allocations of the pool are exactly these.
   bool live_allocations_are(pool_id pool, const std::vector<void*>& expected) const;
