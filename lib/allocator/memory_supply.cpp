@@ -294,6 +294,28 @@ std::size_t memory_supply::give_back(arena& from, std::size_t wanted, std::uint6
   return given;
 }
 
+void memory_supply::drop_unused_ranges(arena& of) {
+  for (std::size_t i = of.segments.size(); i-- > 0;) {
+    segment_record& segment = *of.segments[i];
+    const block& first = *segment.first;
+    if (!segment.expandable() || first.use != block_use::hole || first.after != nullptr) continue;
+    expandable_range& range = *segment.range;
+    bool in_the_way = false;  // what is mapped here too, and lives elsewhere
+    for (address at = range.base(); at < range.mapped_end(); at += granule_) {
+      span_record* const span = range.span_at(at);
+      in_the_way = in_the_way || (span != nullptr && in_use(*span));
+    }
+    if (in_the_way) continue;
+    for (address at = range.base(); at < range.mapped_end(); at += granule_) {
+      if (span_record* const span = range.span_at(at); span != nullptr) unmap(*span);
+    }
+    of.remove(segment);
+    of.segments.erase(of.segments.begin() + static_cast<std::ptrdiff_t>(i));
+    pages_.remove(range.base(), range.end() - range.base());
+    std::erase_if(ranges_, [&](const auto& its) { return its.get() == &range; });
+  }
+}
+
 void memory_supply::drop(arena& gone) noexcept {
   for (segment_record* segment : gone.segments) {
     if (segment->expandable()) {

@@ -111,6 +111,8 @@ class memory_supply {
   std::size_t give_back(arena& from, std::size_t wanted, std::uint64_t older_than, bool may_wait);
   /// What give_back could give.
   std::size_t releasable(arena& from) const;
+  /// Lets go of addresses behind which an arena, whose lock is held, has no memory.
+  void drop_unused_ranges(arena& of);
   /// The arena is going: unmaps and releases all it has. Nothing may be live in it.
   void drop(arena& gone) noexcept;
 

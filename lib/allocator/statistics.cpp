@@ -194,6 +194,11 @@ std::size_t caching_allocator::empty_cache(std::optional<pool_id> pool) {
     }
   }
   const std::size_t given = s.give_back(static_cast<std::size_t>(-1), only);
+  for (arena* one : s.all_arenas) {
+    if ((only != nullptr && &one->pool() != only) || !one->pool().may_give()) continue;
+    const std::lock_guard held(one->guard());
+    s.supply.drop_unused_ranges(*one);
+  }
   std::vector<pool_record*> unused;
   for (const auto& [its, one] : s.pools) {
     if (one->users == 0) unused.push_back(one.get());
