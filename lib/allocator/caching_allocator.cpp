@@ -63,7 +63,7 @@ caching_allocator::state::state(std::shared_ptr<driver> driver, device_id its,
                                 const allocator_options& wanted)
     : id(next_id()),
       shared_as(drawn_number()),
-      on(std::move(driver)),
+      on(driver ? std::move(driver) : throw invalid_argument("an allocator needs a driver")),
       device(its),
       total_bytes(on->usage(memory_location::on(its)).total_bytes),
       options((check(wanted), wanted)),

@@ -70,7 +70,13 @@ bool caching_allocator::state::ask_for_frees(std::unique_lock<std::recursive_mut
       if (auto alive = callback.lock()) callbacks.push_back(std::move(alive));
     }
   }
-  if (callbacks.empty()) return false;
+  // A callback that allocates, and is short of memory itself, would be asked for ever.
+  thread_local bool asking = false;
+  if (callbacks.empty() || asking) return false;
+  const struct asking_scope {
+    asking_scope() { asking = true; }
+    ~asking_scope() { asking = false; }
+  } scope;
   bool freed = false;
   lock.unlock();
   for (const auto& callback : callbacks) freed = (*callback)() || freed;

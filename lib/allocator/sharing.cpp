@@ -161,6 +161,12 @@ std::shared_ptr<void> caching_allocator::import_allocation(const ipc_handle& han
     parts.push_back(take<shared_part>(rest));
     total += parts.back().bytes;
   }
+  if (!rest.empty()) {
+    throw invalid_argument(
+        fmt::format("an IPC handle of {} bytes has {} more than its {} parts need",
+                    handle.bytes.size(), rest.size(), head.parts),
+        "pass the bytes of one export_allocation()");
+  }
   if (head.offset > total || head.bytes > total - head.offset) {
     throw invalid_argument("the IPC handle's allocation does not lie in its memory");
   }

@@ -34,6 +34,11 @@ void count_inactive_splits(const std::vector<arena*>& arenas, allocator_statisti
   }
 }
 
+void check_callable(bool callable, const char* call) {
+  if (callable) return;
+  throw invalid_argument(fmt::format("{} needs a function that can be called", call));
+}
+
 /// PyTorch's table: the divisions for sizes from 1 MiB to 32 GiB, by powers of two.
 std::string divisions_text(const allocator_options& options) {
   std::string text;
@@ -372,6 +377,7 @@ allocator_snapshot caching_allocator::snapshot(std::optional<pool_id> pool, bool
 
 caching_allocator::subscription caching_allocator::on_out_of_memory(
     std::function<void(const oom_report&)> observer) {
+  check_callable(observer != nullptr, "on_out_of_memory");
   auto kept = std::make_shared<std::function<void(const oom_report&)>>(std::move(observer));
   const std::lock_guard lock(state_->observers_guard);
   state_->oom_observers.push_back(kept);
@@ -380,10 +386,12 @@ caching_allocator::subscription caching_allocator::on_out_of_memory(
 
 caching_allocator::subscription caching_allocator::on_trace(
     std::function<void(const trace_entry&)> observer) {
+  check_callable(observer != nullptr, "on_trace");
   return state_->happened.listen(std::move(observer));
 }
 
 caching_allocator::subscription caching_allocator::on_shortage(std::function<bool()> callback) {
+  check_callable(callback != nullptr, "on_shortage");
   auto kept = std::make_shared<std::function<bool()>>(std::move(callback));
   const std::lock_guard lock(state_->observers_guard);
   state_->shortage_callbacks.push_back(kept);

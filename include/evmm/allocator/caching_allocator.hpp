@@ -257,6 +257,7 @@ class caching_allocator {
   /// May not call the allocator.
   [[nodiscard]] subscription on_trace(std::function<void(const trace_entry&)> observer);
   /// May free allocations; asked when there is no free block. Returns whether it freed anything.
+  /// Where it allocates itself, nobody is asked.
   [[nodiscard]] subscription on_shortage(std::function<bool()> callback);
 
   device_id device() const noexcept;
