@@ -278,6 +278,7 @@ void symmetric_region::state::discard(contents kept, const uses& in_use, std::si
         own().at(leaving[i]).backup =
             backups[i].get() ? backups[i].take() : std::move(own_memory[i]);
       }
+      source->release(std::move(own_memory[i]));
     }
   };
   run_change(std::move(change), counts.discards);

@@ -66,6 +66,8 @@ struct caching_allocator::state {
   /// Deferred frees of `from`, which is locked, that are over by now.
   void poll(arena& from);
   void complete(arena& owner, block& freed) noexcept;
+  /// Whether a stream that uses the block, which other streams used, is being captured.
+  bool in_capture(const arena& owner, const block& used) const;
 
   // --- requests that need memory (request.cpp) ------------------------------------------------
 
@@ -97,9 +99,12 @@ struct caching_allocator::state {
   /// Waits for the event that was recorded first, of `first` if it has any, else of any arena if
   /// `others` count; returns its arena.
   arena* wait_for_event(arena& first, bool others = true);
+  /// Waits for every stream that may use the memory of an arena that is going.
+  void wait_for_users(arena& going);
   [[noreturn]] void fail(const arena& from, std::size_t size, std::size_t bytes, bool rejected,
                          std::unique_lock<std::recursive_mutex>& lock);
   oom_report report_of(std::size_t bytes, bool rejected) const;
+  void note(const arena& from, const oom_report& report);
   void tell(const oom_report& report);  ///< with no lock held
   /// By another backend, which has no ladder of its own.
   void* allocate_elsewhere(std::size_t bytes, native_stream stream);
@@ -114,8 +119,11 @@ struct caching_allocator::state {
   pool_record& pool(pool_id id) const;
   void route_changed() noexcept { routing.fetch_add(1, std::memory_order_relaxed); }
   void drop_if_unused(pool_record& gone);
-  /// What was freed in captures waits for events from now on, once the last capture has ended. When
-  /// that fails, the rest waits for the next call.
+  bool make_empty(arena& one);
+  /// Where an allocation of this thread goes now; under arenas_guard.
+  pool_id routed_to(native_stream stream) const;
+  /// What was freed in captures waits for events from now on, once the last capture has ended and
+  /// no stream that used it is captured. When that fails, the rest waits for the next call.
   void settle_captured();
 
   /// What a thread found last for a stream.
@@ -129,6 +137,7 @@ struct caching_allocator::state {
   struct route {
     pool_id to;
     std::function<bool(native_stream)> filter;
+    std::thread::id begun_by;
   };
 
   const std::uint64_t id;

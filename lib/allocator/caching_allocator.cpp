@@ -63,7 +63,7 @@ caching_allocator::state::state(std::shared_ptr<driver> driver, device_id its,
                                 const allocator_options& wanted)
     : id(next_id()),
       shared_as(drawn_number()),
-      on(std::move(driver)),
+      on(driver ? std::move(driver) : throw invalid_argument("an allocator needs a driver")),
       device(its),
       total_bytes(on->usage(memory_location::on(its)).total_bytes),
       options((check(wanted), wanted)),
@@ -89,11 +89,12 @@ caching_allocator::state::state(std::shared_ptr<driver> driver, device_id its,
 
 caching_allocator::state::~state() {
   std::size_t live = 0;
+  captures = 0;  // nobody is left to end them
   for (arena* one : all_arenas) {
     live += static_cast<std::size_t>(one->allocated_count());
     log_failure("waiting for a stream before its memory goes", [&] {
       const device_scope here(*on, device);
-      if (!one->empty() && !capturing(one->stream())) on->synchronize(one->stream());
+      wait_for_users(*one);
     });
   }
   if (live > 0) {
@@ -107,18 +108,22 @@ caching_allocator::state::~state() {
 
 // --- arenas ------------------------------------------------------------------------------------
 
+pool_id caching_allocator::state::routed_to(native_stream stream) const {
+  for (auto at = routes.rbegin(); at != routes.rend(); ++at) {
+    if (at->filter(stream)) return at->to;
+  }
+  return pool_id{};
+}
+
 arena& caching_allocator::state::find_arena(native_stream stream, size_class kind) {
   process.check();
+  // Before the routes are looked at: what is found by older ones must not pass for newer.
+  const std::uint64_t epoch = routing.load(std::memory_order_acquire);
   pool_id to{};
   bool routed = false;
   {
     const std::shared_lock lock(arenas_guard);
-    for (auto at = routes.rbegin(); at != routes.rend(); ++at) {
-      if (at->filter(stream)) {
-        to = at->to;
-        break;
-      }
-    }
+    to = routed_to(stream);
     routed = !routes.empty();
   }
   arena* found[2] = {nullptr, nullptr};
@@ -129,7 +134,6 @@ arena& caching_allocator::state::find_arena(native_stream stream, size_class kin
     }
     return found[0] != nullptr && found[1] != nullptr;
   };
-  const std::uint64_t epoch = routing.load(std::memory_order_acquire);
   bool have = false;
   {
     const std::shared_lock lock(arenas_guard);
@@ -137,6 +141,10 @@ arena& caching_allocator::state::find_arena(native_stream stream, size_class kin
   }
   if (!have) {
     const std::lock_guard slowly(slow);
+    if (!pools.contains(to)) {  // its route has ended meanwhile
+      const std::shared_lock lock(arenas_guard);
+      to = routed_to(stream);
+    }
     pool_record& owner = pool(to);
     owner.arenas.reserve(owner.arenas.size() + 2);
     const std::unique_lock lock(arenas_guard);
@@ -249,10 +257,16 @@ void* caching_allocator::allocate_at(void* where, std::size_t bytes, native_stre
     throw invalid_argument(fmt::format("cannot allocate {} bytes: the limit is 1 EiB", bytes));
   }
   const address at = as_address(where);
-  const std::size_t size = s.rules.round(bytes);
+  std::size_t size = s.rules.round(bytes);
   if (at % 512 != 0) return nullptr;
   arena& from = s.arena_for(stream, s.rules.class_of(size));
   std::unique_lock held(from.guard());
+  if (from.pool().options.no_split) {
+    from.merge_recent();
+    const block* const whole = from.covering(at);
+    if (whole == nullptr || whole->at != at || whole->bytes < size) return nullptr;
+    size = whole->bytes;
+  }
   block* const found = from.take_at(at, size);
   return found == nullptr ? nullptr : s.hand_out(from, *found, bytes, held);
 }
@@ -283,17 +297,18 @@ void caching_allocator::state::poll(arena& from) {
   from.deferred->poll(*on, [&](block* freed) { complete(from, *freed); });
 }
 
+bool caching_allocator::state::in_capture(const arena& owner, const block& used) const {
+  return capturing(owner.stream()) ||
+         std::any_of(used.other_streams->begin(), used.other_streams->end(),
+                     [&](native_stream stream) { return capturing(stream); });
+}
+
 void caching_allocator::state::defer(arena& owner, block& freed,
                                      std::unique_lock<spin_lock>& held) {
   const device_scope here(*on, device);
   const allocator_options& now = options.now();
   if (!owner.deferred) owner.deferred = std::make_unique<deferred_frees>();
-  const auto in_capture = [&] {
-    if (capturing(owner.stream())) return true;
-    return std::any_of(freed.other_streams->begin(), freed.other_streams->end(),
-                       [&](native_stream stream) { return capturing(stream); });
-  };
-  if (in_capture()) {
+  if (in_capture(owner, freed)) {
     std::vector<graph_node> last;
     if (now.graph_capture_record_stream_reuse) {
       last = on->capture_frontier(owner.stream());

@@ -63,9 +63,12 @@ std::vector<block*> deferred_frees::take_proved(const driver& on,
   return proved;
 }
 
-void deferred_frees::captures_ended(event_pool& events) {
-  while (!captured_.empty()) {
-    add(captured_.back().what, events);
+void deferred_frees::captures_ended(event_pool& events,
+                                    const std::function<bool(const block&)>& in_capture) {
+  for (std::size_t i = captured_.size(); i-- > 0;) {
+    if (in_capture(*captured_[i].what)) continue;
+    add(captured_[i].what, events);
+    std::swap(captured_[i], captured_.back());
     captured_.pop_back();
   }
 }

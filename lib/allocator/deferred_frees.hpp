@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <deque>
+#include <functional>
 #include <map>
 #include <vector>
 
@@ -51,8 +52,8 @@ class deferred_frees {
     if (captured_.empty()) return;
     for (block* freed : take_proved(on, frontier)) back(freed);
   }
-  /// The captures are over: blocks that waited for that get their events.
-  void captures_ended(event_pool& events);
+  /// Blocks that waited for captures to end get their events, but those that are `in_capture`.
+  void captures_ended(event_pool& events, const std::function<bool(const block&)>& in_capture);
 
   bool empty() const noexcept { return queues_.empty() && captured_.empty(); }
 

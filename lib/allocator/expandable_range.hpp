@@ -3,6 +3,7 @@
 
 #include "lib/allocator/arena.hpp"
 #include "lib/allocator/pool_record.hpp"
+#include "lib/allocator/segment_records.hpp"
 #include "lib/memory/copier.hpp"
 #include "lib/memory/memory_source.hpp"
 
@@ -13,6 +14,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace [[gnu::visibility("default")]] evmm {
@@ -58,12 +60,17 @@ struct span_record {
 /// Addresses that one arena fills with handles as it needs them.
 /// Threads: under the allocator's slow lock; `segment` also under the arena's.
 class expandable_range {
+  segment_records::lease record_;
+
  public:
-  expandable_range(driver& on, std::size_t reserve, std::size_t granule, arena& owner, tier where)
-      : granule_(granule), where_(where), addresses_(on, reserve, granule) {
+  expandable_range(segment_records::lease record, driver& on, std::size_t reserve,
+                   std::size_t granule, tier where)
+      : record_(std::move(record)),
+        granule_(granule),
+        where_(where),
+        addresses_(on, reserve, granule) {
     segment.base = addresses_.base();
     segment.bytes = addresses_.size();
-    segment.owner = &owner;
     segment.range = this;
   }
 
@@ -113,7 +120,7 @@ class expandable_range {
     return count;
   }
 
-  segment_record segment;
+  segment_record& segment = *record_;
 
  private:
   std::size_t granule_;

@@ -54,6 +54,15 @@ struct memory_supply::plan {
       each->owner->vacate(each, block_use::free);
     }
   }
+  /// What the driver is to make on top of what it gets back.
+  std::size_t made_bytes() const noexcept {
+    std::size_t bytes = 0;
+    for (const step& one : steps) {
+      if (one.moved == nullptr) bytes += one.bytes;
+      if (one.freed != nullptr) bytes -= std::min(bytes, one.freed->bytes());
+    }
+    return bytes;
+  }
   /// The arena of `free` is locked.
   block* keep(block* free, address from, std::size_t size) {
     kept.reserve(kept.size() + 1);
@@ -84,8 +93,8 @@ expandable_range& memory_supply::range_of(arena& needy, std::size_t bytes,
   ranges_.reserve(ranges_.size() + 1);
   std::unique_ptr<expandable_range> made;
   try {
-    made = std::make_unique<expandable_range>(*on_, evmm::round_up(reserve_bytes, granule_),
-                                              granule_, needy, where);
+    made = std::make_unique<expandable_range>(
+        records_.take(needy), *on_, evmm::round_up(reserve_bytes, granule_), granule_, where);
   } catch (const driver_error& refused) {
     throw driver_error(fmt::format("cannot reserve {} of addresses for an expandable segment: {}",
                                    format_bytes(reserve_bytes), refused.message()),
@@ -288,8 +297,8 @@ bool memory_supply::carry_out(plan& to_do, const supply_terms& terms) {
 block* memory_supply::expand(arena& needy, std::size_t bytes, std::size_t reserve_bytes,
                              std::span<arena* const> all, supply_terms terms,
                              std::unique_lock<spin_lock>& held) {
-  // When the driver has no memory, once more with what there is.
-  for (;; terms.may_make = false) {
+  bool asked = false;
+  for (;;) {
     plan to_do(needy);
     {
       const std::lock_guard mine(needy.guard());
@@ -298,7 +307,19 @@ block* memory_supply::expand(arena& needy, std::size_t bytes, std::size_t reserv
                 .may_wait = terms.may_wait || options_.now().recycle == recycling::wait};
       if (!plan_request(in, reserve_bytes, all, terms, to_do)) break;
     }
-    if (!carry_out(to_do, terms)) continue;
+    // What is made for a request that fails would be held for nothing, and nobody else have it.
+    if (to_do.steps.size() > 1 && terms.where == tier::device && !terms.in_parts &&
+        !std::exchange(asked, true)) {
+      const std::size_t free_bytes = on_->usage(memory_location::on(device_)).free_bytes;
+      if (to_do.made_bytes() > free_bytes) {
+        terms.limit = std::min(terms.limit, held_bytes(tier::device) + free_bytes);
+        continue;
+      }
+    }
+    if (!carry_out(to_do, terms)) {
+      terms.may_make = false;  // once more with what there is
+      continue;
+    }
     held = std::unique_lock(needy.guard());
     for (block* part : std::exchange(to_do.kept, {})) needy.vacate(part, block_use::free);
     return needy.take_at(to_do.at, bytes, to_do.run);

@@ -132,17 +132,34 @@ void memory_supply::arrive(span_record& home, arena& needy, const block* near) {
 
 // --- segments of one handle --------------------------------------------------------------------
 
+void memory_supply::check_given(address at, std::size_t bytes, const pool_functions& by) const {
+  const auto refuse = [&](const char* why) {
+    throw invalid_argument(fmt::format("a pool's own `allocate` returned {} for {}, {}",
+                                       format_address(at), format_bytes(bytes), why),
+                           "return a multiple of 512 where nothing is in use");
+  };
+  if (at % 512 != 0) {
+    by.free(reinterpret_cast<void*>(at), bytes, device_);
+    refuse("no multiple of 512");
+  }
+  for (const address end : {at, at + bytes - 1}) {
+    if (pages_.find(end) != nullptr) refuse("which lies in memory that is held already");
+  }
+}
+
 bool memory_supply::add_segment(arena& needy, std::size_t bytes, const supply_terms& terms) {
   if (!terms.may_make) return false;
   fixed_.reserve(fixed_.size() + 1);
   needy.segments.reserve(needy.segments.size() + 1);
   needy.reserve(1);
+  auto record = records_.take(needy);
   std::unique_ptr<fixed_memory> made;
   if (const auto& functions = needy.pool().options.functions) {
     void* const at = functions->allocate(bytes, device_, needy.stream());
     if (at == nullptr) return false;
+    check_given(reinterpret_cast<address>(at), bytes, *functions);
     made = std::make_unique<fixed_memory>(
-        reinterpret_cast<address>(at), bytes,
+        std::move(record), reinterpret_cast<address>(at), bytes,
         [free = functions->free, at, bytes, device = device_] { free(at, bytes, device); });
   } else {
     bytes = evmm::round_up(bytes, granule_);
@@ -157,12 +174,11 @@ bool memory_supply::add_segment(arena& needy, std::size_t bytes, const supply_te
       } else {
         memory = source_.acquire(terms.where, bytes).take();
       }
-      made = std::make_unique<fixed_memory>(*on_, std::move(memory), access_);
+      made = std::make_unique<fixed_memory>(std::move(record), *on_, std::move(memory), access_);
     } catch (const out_of_memory&) {
       return false;
     }
   }
-  made->segment.owner = &needy;
   made->serial = ++last_serial_;
   pages_.add(made->segment.base, bytes, &made->segment);
   hold(needy.kind(), made->where(), static_cast<std::int64_t>(bytes));
@@ -276,6 +292,28 @@ std::size_t memory_supply::give_back(arena& from, std::size_t wanted, std::uint6
     given += bytes;
   }
   return given;
+}
+
+void memory_supply::drop_unused_ranges(arena& of) {
+  for (std::size_t i = of.segments.size(); i-- > 0;) {
+    segment_record& segment = *of.segments[i];
+    const block& first = *segment.first;
+    if (!segment.expandable() || first.use != block_use::hole || first.after != nullptr) continue;
+    expandable_range& range = *segment.range;
+    bool in_the_way = false;  // what is mapped here too, and lives elsewhere
+    for (address at = range.base(); at < range.mapped_end(); at += granule_) {
+      span_record* const span = range.span_at(at);
+      in_the_way = in_the_way || (span != nullptr && in_use(*span));
+    }
+    if (in_the_way) continue;
+    for (address at = range.base(); at < range.mapped_end(); at += granule_) {
+      if (span_record* const span = range.span_at(at); span != nullptr) unmap(*span);
+    }
+    of.remove(segment);
+    of.segments.erase(of.segments.begin() + static_cast<std::ptrdiff_t>(i));
+    pages_.remove(range.base(), range.end() - range.base());
+    std::erase_if(ranges_, [&](const auto& its) { return its.get() == &range; });
+  }
 }
 
 void memory_supply::drop(arena& gone) noexcept {

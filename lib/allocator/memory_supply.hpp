@@ -6,6 +6,7 @@
 #include "lib/allocator/live_options.hpp"
 #include "lib/allocator/page_map.hpp"
 #include "lib/allocator/pool_record.hpp"
+#include "lib/allocator/segment_records.hpp"
 #include "lib/memory/memory_source.hpp"
 #include "lib/memory/remap.hpp"
 
@@ -23,16 +24,22 @@ namespace [[gnu::visibility("default")]] evmm {
 
 /// Memory of one handle, or of a user's function, behind one segment.
 class fixed_memory {
+  segment_records::lease record_;
+
  public:
-  fixed_memory(driver& on, memory_ptr memory, const access_rule& access)
-      : own_(std::make_unique<scratch_mapping>(on, *memory, access)), memory_(std::move(memory)) {
+  fixed_memory(segment_records::lease record, driver& on, memory_ptr memory,
+               const access_rule& access)
+      : record_(std::move(record)),
+        own_(std::make_unique<scratch_mapping>(on, *memory, access)),
+        memory_(std::move(memory)) {
     segment.base = own_->base();
     segment.bytes = memory_->size();
     segment.memory = this;
   }
   /// `give_back` is called when it is destroyed.
-  fixed_memory(address at, std::size_t bytes, std::function<void()> give_back)
-      : give_back_(std::move(give_back)) {
+  fixed_memory(segment_records::lease record, address at, std::size_t bytes,
+               std::function<void()> give_back)
+      : record_(std::move(record)), give_back_(std::move(give_back)) {
     segment.base = at;
     segment.bytes = bytes;
     segment.memory = this;
@@ -43,7 +50,7 @@ class fixed_memory {
 
   tier where() const noexcept { return memory_ ? memory_->location().kind : tier::device; }
   const memory_ptr& memory() const noexcept { return memory_; }
-  segment_record segment;
+  segment_record& segment = *record_;
   std::uint64_t serial = 0;  ///< as handle_record::serial
   bool oversize = false;     ///< counted so, whatever the options say now
 
@@ -61,6 +68,8 @@ struct supply_terms {
   bool growing = false;  ///< more will be live than ever before
   /// Held memory never passes this.
   std::size_t limit = 0;
+  /// What is made serves although the rest cannot be: another tier adds it.
+  bool in_parts = false;
   bool may_make = true;   ///< ask the driver for new memory
   bool may_wait = false;  ///< take what other streams have not finished with, behind a wait
 };
@@ -102,6 +111,8 @@ class memory_supply {
   std::size_t give_back(arena& from, std::size_t wanted, std::uint64_t older_than, bool may_wait);
   /// What give_back could give.
   std::size_t releasable(arena& from) const;
+  /// Lets go of addresses behind which an arena, whose lock is held, has no memory.
+  void drop_unused_ranges(arena& of);
   /// The arena is going: unmaps and releases all it has. Nothing may be live in it.
   void drop(arena& gone) noexcept;
 
@@ -151,6 +162,8 @@ class memory_supply {
   /// Its segment holds no block any more.
   void release(const arena& holder, fixed_memory& gone) noexcept;
 
+  /// Refuses what a user's function should not have returned.
+  void check_given(address at, std::size_t bytes, const pool_functions& by) const;
   void count(pool_statistic& of, size_class kind, std::int64_t amount) noexcept;
   void hold(size_class kind, tier where, std::int64_t bytes) noexcept;
 
@@ -164,6 +177,7 @@ class memory_supply {
   access_rule access_;
   std::size_t granule_;
 
+  segment_records records_;
   std::vector<std::unique_ptr<handle_record>> handles_;
   std::vector<std::unique_ptr<expandable_range>> ranges_;
   std::vector<std::unique_ptr<fixed_memory>> fixed_;

@@ -16,6 +16,8 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
+#include <shared_mutex>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -81,6 +83,23 @@ class table_backend : public other_backend {
   }
 
  protected:
+  void warn_of_live() const {
+    if (live_.empty()) return;
+    log().warn(
+        "an allocator of DEVICE {} is destroyed with {} live allocations; their memory goes too",
+        device_.value, live_.size());
+  }
+  /// What `others` do so far comes before what `owner` does next.
+  void order(native_stream owner, const std::vector<native_stream>& others) {
+    for (native_stream stream : others) {
+      const auto used = events_.record(stream);
+      on_->wait(owner, used.get());
+    }
+  }
+  void wait_for(native_stream owner, const std::vector<native_stream>& others) {
+    on_->synchronize(owner);
+    for (native_stream stream : others) on_->synchronize(stream);
+  }
   /// Bytes that are not live yet but count already, so that threads cannot pass a limit together.
   class promise {
    public:
@@ -167,8 +186,13 @@ class async_backend final : public table_backend {
     }
   }
   ~async_backend() override {
+    warn_of_live();
     for (auto& [at, one] : live_) {
-      log_failure("giving back an allocation", [&] { on_->free_async(at, one.stream); });
+      log_failure("giving back an allocation", [&] {
+        const device_scope here(*on_, device_);
+        order(one.stream, one.other_streams);
+        on_->free_async(at, one.stream);
+      });
     }
   }
   void* allocate(std::size_t bytes, native_stream stream, std::size_t limit) override {
@@ -181,12 +205,20 @@ class async_backend final : public table_backend {
     const auto at = reinterpret_cast<address>(pointer);
     const users its = users_of(at);
     const device_scope here(*on_, device_);
-    for (native_stream stream : its.others) {
-      const auto used = events_.record(stream);
-      on_->wait(its.owner, used.get());
-    }
+    order(its.owner, its.others);
     static_cast<void>(take(at));
     on_->free_async(at, its.owner);
+  }
+  void enable_peer(device_id peer) override {
+    throw unsupported(
+        fmt::format("backend:cudaMallocAsync cannot let DEVICE {} touch what it allocates",
+                    peer.value),
+        "use backend:native");
+  }
+  cache_information cache_info() const override {
+    const async_memory now = on_->async_usage(device_);
+    const std::size_t cached = now.reserved_bytes - std::min(now.reserved_bytes, now.used_bytes);
+    return {.cached_bytes = cached, .largest_block = cached};
   }
   std::size_t empty_cache() override {
     const std::size_t before = on_->async_usage(device_).reserved_bytes;
@@ -207,14 +239,25 @@ class uncached_backend final : public table_backend {
   uncached_backend(std::shared_ptr<driver> on, device_id device, const allocator_options& options)
       : table_backend(std::move(on), device),
         share_(options.share),
-        access_(region_access(*on_, device, options.peers, true)),
+        peers_(options.peers),
+        access_(region_access(*on_, device, peers_, true)),
         granule_(on_->granularity(memory_location::on(device))) {}
+  ~uncached_backend() override {
+    warn_of_live();
+    for (const auto& [at, one] : live_) {
+      log_failure("waiting for the streams of an allocation", [&] {
+        const device_scope here(*on_, device_);
+        wait_for(one.stream, one.other_streams);
+      });
+    }
+  }
 
   void* allocate(std::size_t bytes, native_stream stream, std::size_t limit) override {
     const std::size_t size = evmm::round_up(bytes, granule_);
     const promise counted(*this, size, limit);
     const physical_memory memory(
         *on_, {.bytes = size, .where = memory_location::on(device_), .share = share_});
+    const std::shared_lock unchanged(access_guard_);
     auto mapped = std::make_unique<scratch_mapping>(*on_, memory, access_);
     const address at = mapped->base();
     return add(at, {.bytes = size,
@@ -227,11 +270,23 @@ class uncached_backend final : public table_backend {
     const auto at = reinterpret_cast<address>(pointer);
     const users its = users_of(at);
     const device_scope here(*on_, device_);
-    on_->synchronize(its.owner);
-    for (native_stream stream : its.others) on_->synchronize(stream);
+    wait_for(its.owner, its.others);
     static_cast<void>(take(at));
   }
   std::size_t empty_cache() override { return 0; }
+  void enable_peer(device_id peer) override {
+    const std::lock_guard changing(access_guard_);
+    if (std::find(peers_.begin(), peers_.end(), peer) != peers_.end()) return;
+    std::vector<device_id> peers = peers_;
+    peers.push_back(peer);
+    access_rule access = region_access(*on_, device_, peers, true);
+    const access_grant grant{memory_location::on(peer)};
+    const std::lock_guard lock(guard_);
+    for (const auto& [at, one] : live_) on_->set_access(at, one.bytes, std::span(&grant, 1));
+    peers_ = std::move(peers);
+    access_ = std::move(access);
+  }
+  cache_information cache_info() const override { return {}; }
   void fill(allocator_statistics& into) const override {
     table_backend::fill(into);
     into.segment = into.allocation;
@@ -241,6 +296,8 @@ class uncached_backend final : public table_backend {
 
  private:
   share_kind share_;
+  std::shared_mutex access_guard_;  ///< held until what was mapped by `access_` is in the table
+  std::vector<device_id> peers_;
   access_rule access_;
   std::size_t granule_;
 };

@@ -20,6 +20,8 @@ class other_backend {
   virtual bool owns(const void* at) const noexcept = 0;
   virtual allocation_place place(const void* at) const = 0;
   virtual std::size_t empty_cache() = 0;
+  virtual void enable_peer(device_id peer) = 0;
+  virtual cache_information cache_info() const = 0;
   virtual void fill(allocator_statistics& into) const = 0;
   virtual void reset_peaks() = 0;
   virtual void reset_totals() = 0;

@@ -103,7 +103,10 @@ out_of_memory out_of_memory_text(caching_allocator::state& of, const arena& from
 
   const allocator_options& options = of.options.now();
   std::string help;
-  if (report.rejected) {
+  if (from.pool().options.functions) {
+    text += "; the pool's own `allocate` returned null";
+    help = "free memory where the pool's functions take it from";
+  } else if (report.rejected) {
     help =
         "free memory, or unset throw_on_cudamalloc_oom so that cached memory is given back first";
   } else if (of.limit() < of.total_bytes && held + size > of.limit()) {

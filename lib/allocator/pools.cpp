@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <limits>
 #include <set>
 #include <thread>
 #include <utility>
@@ -72,6 +73,20 @@ int caching_allocator::pool_use_count(pool_id its) const {
   return state_->pool(its).users;
 }
 
+/// Gives back all memory of an arena; false when something lives there. A thread that was sent here
+/// before a route ended may still take what is free. Empty is for good: memory comes under `slow`.
+bool caching_allocator::state::make_empty(arena& one) {
+  {
+    const std::lock_guard held(one.guard());
+    if (one.empty()) return true;
+  }
+  if (capturing(one.stream())) return false;
+  const auto held = lock_quiet(one);
+  supply.give_back(one, std::numeric_limits<std::size_t>::max(),
+                   std::numeric_limits<std::uint64_t>::max(), true);
+  return one.empty();
+}
+
 /// A pool without users in which nothing lives goes at once; else its free memory serves others
 /// (pool_record::may_give) and it goes when it can.
 void caching_allocator::state::drop_if_unused(pool_record& gone) {
@@ -89,9 +104,12 @@ void caching_allocator::state::drop_if_unused(pool_record& gone) {
   }
   const device_scope here(*on, device);
   for (arena* one : gone.arenas) {
-    if (!one->empty() && !capturing(one->stream())) on->synchronize(one->stream());
+    if (!make_empty(*one)) return;
   }
-  for (arena* one : gone.arenas) supply.drop(*one);
+  for (arena* one : gone.arenas) {
+    const std::lock_guard held(one->guard());
+    supply.drop(*one);
+  }
   const std::unique_lock lock(arenas_guard);
   route_changed();
   for (auto at = accounts.begin(); at != accounts.end();) {
@@ -116,11 +134,15 @@ void caching_allocator::state::drop_if_unused(pool_record& gone) {
 
 void caching_allocator::begin_allocate_to_pool(pool_id its,
                                                std::function<bool(native_stream)> filter) {
+  if (!filter) {
+    throw invalid_argument("begin_allocate_to_pool needs a filter that can be called",
+                           "leave it out for the allocations of the calling thread");
+  }
   state& s = *state_;
   const std::lock_guard lock(s.slow);
   s.pool(its);
   const std::unique_lock guard(s.arenas_guard);
-  s.routes.push_back({its, std::move(filter)});
+  s.routes.push_back({its, std::move(filter), std::this_thread::get_id()});
   s.route_changed();
 }
 
@@ -134,8 +156,14 @@ void caching_allocator::end_allocate_to_pool(pool_id its) {
   state& s = *state_;
   const std::lock_guard lock(s.slow);
   const std::unique_lock guard(s.arenas_guard);
-  const auto last = std::find_if(s.routes.rbegin(), s.routes.rend(),
-                                 [&](const state::route& one) { return one.to == its; });
+  // The thread's own, where several threads go to one pool.
+  auto last = std::find_if(s.routes.rbegin(), s.routes.rend(), [&](const state::route& one) {
+    return one.to == its && one.begun_by == std::this_thread::get_id();
+  });
+  if (last == s.routes.rend()) {
+    last = std::find_if(s.routes.rbegin(), s.routes.rend(),
+                        [&](const state::route& one) { return one.to == its; });
+  }
   if (last == s.routes.rend()) {
     throw invalid_argument(
         fmt::format("no allocations go to pool {}: end_allocate_to_pool needs a "
@@ -171,6 +199,11 @@ void caching_allocator::begin_capture(pool_id its) {
   state& s = *state_;
   const std::lock_guard lock(s.slow);
   pool_record& one = s.pool(its);
+  if (its == pool_id{}) {
+    throw invalid_argument(
+        "a capture cannot allocate from the default pool, whose memory would have to stay as it is",
+        "make a pool for it with create_pool()");
+  }
   ++one.captures;
   one.captured = true;
   ++s.captures;
@@ -194,7 +227,9 @@ void caching_allocator::state::settle_captured() {
   if (captures > 0) return;
   for (arena* each : all_arenas) {
     const std::lock_guard held(each->guard());
-    if (each->deferred) each->deferred->captures_ended(events);
+    if (!each->deferred) continue;
+    each->deferred->captures_ended(events,
+                                   [&](const block& freed) { return in_capture(*each, freed); });
   }
 }
 

@@ -70,7 +70,13 @@ bool caching_allocator::state::ask_for_frees(std::unique_lock<std::recursive_mut
       if (auto alive = callback.lock()) callbacks.push_back(std::move(alive));
     }
   }
-  if (callbacks.empty()) return false;
+  // A callback that allocates, and is short of memory itself, would be asked for ever.
+  thread_local bool asking = false;
+  if (callbacks.empty() || asking) return false;
+  const struct asking_scope {
+    asking_scope() { asking = true; }
+    ~asking_scope() { asking = false; }
+  } scope;
   bool freed = false;
   lock.unlock();
   for (const auto& callback : callbacks) freed = (*callback)() || freed;
@@ -103,7 +109,7 @@ caching_allocator::state::taken caching_allocator::state::take_from_pools(
     arena& from, std::size_t size, std::unique_lock<spin_lock>& held) {
   if (from.pool().id != pool_id{}) return {};
   for (const auto& [its_id, its] : pools) {
-    if (!its->options.use_on_oom || its->captures > 0) continue;
+    if (!its->options.use_on_oom || !its->may_give()) continue;
     for (arena* one : its->arenas) {
       if (one->stream() != from.stream() || one->kind() != from.kind()) continue;
       held = std::unique_lock(one->guard());
@@ -172,6 +178,21 @@ arena* caching_allocator::state::wait_for_event(arena& first, bool others) {
   return chosen;
 }
 
+void caching_allocator::state::wait_for_users(arena& going) {
+  if (!going.empty() && !capturing(going.stream())) on->synchronize(going.stream());
+  settle_captured();
+  while (wait_for_event(going, false) != nullptr) {
+  }
+  for (const segment_record* segment : going.segments) {
+    for (const block* b = segment->first; b != nullptr; b = b->after) {
+      if (b->use != block_use::lent) continue;
+      for (native_stream stream : *b->other_streams) {
+        if (!capturing(stream)) on->synchronize(stream);
+      }
+    }
+  }
+}
+
 caching_allocator::state::taken caching_allocator::state::request(
     arena& from, std::size_t size, std::size_t bytes, std::unique_lock<spin_lock>& held) {
   process.check();
@@ -180,14 +201,17 @@ caching_allocator::state::taken caching_allocator::state::request(
   const auto before = static_cast<std::size_t>(books.peak_active_bytes());
   const std::size_t next = static_cast<std::size_t>(books.active_bytes()) + size;
   std::unique_lock lock(slow);
+  // A pool may have gone since its arena was found: then the request goes where it would go now.
+  arena& now = pools.contains(from.pool().id) ? from : find_arena(from.stream(), from.kind());
   try {
-    return find_memory(from, size, bytes, {before, next}, held, lock);
+    return find_memory(now, size, bytes, {before, next}, held, lock);
   } catch (const out_of_memory&) {
     // fail() has counted and told, and let go of the lock; a reservation too small did neither.
     if (lock.owns_lock()) {
       if (held.owns_lock()) held.unlock();
       ++ooms;
       const oom_report report = report_of(bytes, false);
+      note(now, report);
       lock.unlock();
       tell(report);
     }
@@ -199,9 +223,6 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
     arena& from, std::size_t size, std::size_t bytes, const live_bytes& live,
     std::unique_lock<spin_lock>& held, std::unique_lock<std::recursive_mutex>& lock) {
   clock.fetch_add(1, std::memory_order_relaxed);
-  // With no lock held the pool may have gone. Its number is not given again.
-  const auto check_pool = [&] { static_cast<void>(pool(from.pool().id)); };
-  check_pool();
   const std::size_t most_live = std::max(live.peak, live.next);
   const auto slack =
       static_cast<std::size_t>(options.now().recycle_slack * static_cast<double>(most_live));
@@ -229,7 +250,7 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
   }
   // 2. Whoever offered to free something.
   const bool freed = ask_for_frees(lock);
-  check_pool();
+  static_cast<void>(pool(from.pool().id));  // it may have gone; its number is not given again
   if (freed) {
     if (block* const found = try_free()) return {&from, found};
   }
@@ -237,14 +258,17 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
   if (!in_capture) collect_garbage();
 
   const std::vector<tier>& tiers = from.pool().options.tiers;
+  const bool own_memory = from.pool().options.functions.has_value();
+  bool retried = false;
   for (const tier where : tiers) {
     // What the addresses of one tier cannot hold may lie in the next.
     if (where != tiers.back() && expandable(from) && size > reservation_for(from, where)) continue;
     supply_terms terms{.where = where,
                        .make_up_to = most_live + slack,
                        .growing = live.next > live.peak,
-                       .limit = where == tier::device ? limit() : k_all};
-    if (where == tier::device && options.now().throw_on_device_oom) {
+                       .limit = where == tier::device ? limit() : k_all,
+                       .in_parts = from.pool().options.may_span && where != tiers.back()};
+    if (where == tier::device && options.now().throw_on_device_oom && !own_memory) {
       const std::size_t device_free = on->usage(memory_location::on(device)).free_bytes;
       const std::size_t held_bytes = supply.held_bytes(tier::device);
       const std::size_t allowed = terms.limit - std::min(terms.limit, held_bytes);
@@ -264,6 +288,7 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
     // 5. Pools that help out.
     if (const taken found = take_from_pools(from, size, held); found.what != nullptr) return found;
     if (in_capture) continue;
+    settle_captured();
     // 6. Blocks that wait for other streams, one event at a time.
     while (arena* const one = wait_for_event(from)) {
       if (block* const found = one == &from ? try_free() : extend(from, size, terms, held)) {
@@ -271,7 +296,10 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
       }
     }
     // 7. Memory of other streams, behind their work; then whatever is cached anywhere.
-    ++retries;
+    if (!std::exchange(retried, true)) {
+      ++retries;
+      ++full_waits;
+    }
     if (options.now().recycle != recycling::never && expandable(from)) {
       terms.may_wait = true;
       if (block* const found = extend(from, size, terms, held)) return {&from, found};
@@ -280,7 +308,6 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
       if (give_back(enough) == 0) break;
       if (block* const found = extend(from, size, terms, held)) return {&from, found};
     }
-    ++full_waits;
   }
   fail(from, size, bytes, false, lock);
 }
@@ -293,6 +320,15 @@ oom_report caching_allocator::state::report_of(std::size_t bytes, bool rejected)
           .total_bytes = usage.total_bytes,
           .free_bytes = usage.free_bytes,
           .rejected = rejected};
+}
+
+void caching_allocator::state::note(const arena& from, const oom_report& report) {
+  if (!happened.wanted()) return;
+  happened.record({.action = trace_action::oom,
+                   .at = report.free_bytes,
+                   .bytes = report.requested_bytes,
+                   .stream = from.stream(),
+                   .pool = from.pool().id});
 }
 
 void caching_allocator::state::tell(const oom_report& report) {
@@ -327,13 +363,7 @@ void caching_allocator::state::fail(const arena& from, std::size_t size, std::si
   if (rejected) ++rejections;
   const oom_report report = report_of(bytes, rejected);
   const out_of_memory failure = out_of_memory_text(*this, from, size, report);
-  if (happened.wanted()) {
-    happened.record({.action = trace_action::oom,
-                     .at = report.free_bytes,
-                     .bytes = bytes,
-                     .stream = from.stream(),
-                     .pool = from.pool().id});
-  }
+  note(from, report);
   lock.unlock();
   tell(report);
   throw failure;

@@ -67,6 +67,7 @@ void caching_allocator::enable_peer(device_id peer) {
   state& s = *state_;
   if (peer == s.device) return;
   const std::lock_guard lock(s.slow);
+  if (s.other) s.other->enable_peer(peer);
   s.supply.enable_peer(peer);
   const access_grant grant{memory_location::on(peer)};
   const std::lock_guard imports(s.imports_guard);
@@ -159,6 +160,12 @@ std::shared_ptr<void> caching_allocator::import_allocation(const ipc_handle& han
   for (std::uint64_t i = 0; i < head.parts; ++i) {
     parts.push_back(take<shared_part>(rest));
     total += parts.back().bytes;
+  }
+  if (!rest.empty()) {
+    throw invalid_argument(
+        fmt::format("an IPC handle of {} bytes has {} more than its {} parts need",
+                    handle.bytes.size(), rest.size(), head.parts),
+        "pass the bytes of one export_allocation()");
   }
   if (head.offset > total || head.bytes > total - head.offset) {
     throw invalid_argument("the IPC handle's allocation does not lie in its memory");

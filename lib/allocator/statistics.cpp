@@ -34,6 +34,11 @@ void count_inactive_splits(const std::vector<arena*>& arenas, allocator_statisti
   }
 }
 
+void check_callable(bool callable, const char* call) {
+  if (callable) return;
+  throw invalid_argument(fmt::format("{} needs a function that can be called", call));
+}
+
 /// PyTorch's table: the divisions for sizes from 1 MiB to 32 GiB, by powers of two.
 std::string divisions_text(const allocator_options& options) {
   std::string text;
@@ -136,6 +141,7 @@ void caching_allocator::reset_totals() {
 
 cache_information caching_allocator::cache_info() const {
   state& s = *state_;
+  if (s.other) return s.other->cache_info();
   const std::lock_guard lock(s.slow);
   cache_information found;
   for (arena* one : s.all_arenas) {
@@ -186,12 +192,18 @@ std::size_t caching_allocator::empty_cache(std::optional<pool_id> pool) {
   const std::lock_guard lock(s.slow);
   const pool_record* const only = pool ? &s.pool(*pool) : nullptr;
   s.settle_captured();
+  ++s.full_waits;
   for (arena* one : s.all_arenas) {
     if (only != nullptr && &one->pool() != only) continue;
     while (s.captures == 0 && s.wait_for_event(*one, false)) {
     }
   }
   const std::size_t given = s.give_back(static_cast<std::size_t>(-1), only);
+  for (arena* one : s.all_arenas) {
+    if ((only != nullptr && &one->pool() != only) || !one->pool().may_give()) continue;
+    const std::lock_guard held(one->guard());
+    s.supply.drop_unused_ranges(*one);
+  }
   std::vector<pool_record*> unused;
   for (const auto& [its, one] : s.pools) {
     if (one->users == 0) unused.push_back(one.get());
@@ -242,7 +254,10 @@ void caching_allocator::configure(std::string_view text) {
                              "name all peers that were named before, and more");
     }
   }
-  for (const device_id peer : next.peers) enable_peer(peer);
+  for (const device_id peer : next.peers) {
+    const bool known = std::find(now.peers.begin(), now.peers.end(), peer) != now.peers.end();
+    if (!known) enable_peer(peer);
+  }
   state_->options.set(next);
 }
 
@@ -362,6 +377,7 @@ allocator_snapshot caching_allocator::snapshot(std::optional<pool_id> pool, bool
 
 caching_allocator::subscription caching_allocator::on_out_of_memory(
     std::function<void(const oom_report&)> observer) {
+  check_callable(observer != nullptr, "on_out_of_memory");
   auto kept = std::make_shared<std::function<void(const oom_report&)>>(std::move(observer));
   const std::lock_guard lock(state_->observers_guard);
   state_->oom_observers.push_back(kept);
@@ -370,10 +386,12 @@ caching_allocator::subscription caching_allocator::on_out_of_memory(
 
 caching_allocator::subscription caching_allocator::on_trace(
     std::function<void(const trace_entry&)> observer) {
+  check_callable(observer != nullptr, "on_trace");
   return state_->happened.listen(std::move(observer));
 }
 
 caching_allocator::subscription caching_allocator::on_shortage(std::function<bool()> callback) {
+  check_callable(callback != nullptr, "on_shortage");
   auto kept = std::make_shared<std::function<bool()>>(std::move(callback));
   const std::lock_guard lock(state_->observers_guard);
   state_->shortage_callbacks.push_back(kept);

@@ -28,7 +28,8 @@ memory_supply::giving memory_supply::ask(search& in, arena& giver) {
     giving found = giving::at_once;
     // Work on the same stream is ordered already, unless a graph takes it out of its order. The
     // stream is asked with the arena locked: what is free now was used by nothing enqueued later.
-    const bool capturing = in.needy.pool().captures > 0;
+    const bool capturing = in.needy.pool().captures > 0 ||
+                           on_->capture(in.needy.stream()).status != capture_status::none;
     if (giver.stream() != in.needy.stream() || capturing) {
       if (on_->capture(giver.stream()).status != capture_status::none) return giving::nothing;
       if (!on_->idle(giver.stream())) {

@@ -316,6 +316,7 @@ void elastic_region::state::discard(contents kept, const uses& in_use, std::size
     if (kept == contents::backup) {
       leaving[i]->backup = backups[i].get() ? backups[i].take() : std::move(unused[i]);
     }
+    source.release(std::move(unused[i]));
   }
   commit(change, counts.discards);
 }

@@ -42,7 +42,12 @@ memory_lease& memory_lease::operator=(memory_lease&& other) noexcept {
 
 void memory_lease::reset() noexcept {
   memory_ptr memory = take();
-  if (memory && reused_) source_->recycle(std::move(memory));
+  if (!memory) return;
+  if (reused_) {
+    source_->recycle(std::move(memory));
+  } else {
+    source_->release(std::move(memory));
+  }
 }
 
 memory_source::memory_source(driver& on, const source_options& options)
@@ -107,18 +112,18 @@ memory_lease memory_source::acquire(tier kind, std::size_t bytes) {
   return {*this, std::move(memory), false};
 }
 
+void memory_source::release(memory_ptr memory) noexcept {
+  if (memory && memory->owned()) ++released_;
+}
+
 void memory_source::recycle(memory_ptr memory) noexcept {
   if (!memory || !memory->owned()) return;
   const std::size_t bytes = memory->size();
-  if (bytes > options_.cache_limit || memory.use_count() > 1) {
-    ++released_;
-    return;
-  }
+  if (bytes > options_.cache_limit || memory.use_count() > 1) return release(std::move(memory));
   try {
-    cache_.push_back(std::move(memory));
+    cache_.push_back(memory);
   } catch (...) {  // no memory for a list node: releasing is always right
-    ++released_;
-    return;
+    return release(std::move(memory));
   }
   cached_bytes_ += bytes;
   while (cached_bytes_ > options_.cache_limit) {

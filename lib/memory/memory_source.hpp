@@ -67,6 +67,8 @@ class memory_source {
   void check_capacity(tier kind, std::size_t bytes);
   /// Keeps memory for reuse, or releases it when others hold it too or the limit says so.
   void recycle(memory_ptr memory) noexcept;
+  /// Gives memory back, and counts it.
+  void release(memory_ptr memory) noexcept;
   /// Releases all cached handles; the bytes given back.
   std::size_t trim() noexcept;
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <optional>
 #include <sstream>
 
 // The other backends: the driver's stream-ordered allocator, and no caching at all.
@@ -139,7 +140,48 @@ TEST_P(allocator_backend_contract, the_stream_ordered_backend_gives_back_what_it
   allocator->free(allocator->allocate(32_MiB));
   on->synchronize(native_stream{nullptr});
   EXPECT_GE(allocator->statistics().reserved_bytes.all.current, 32 << 20);
+  EXPECT_GE(allocator->cache_info().cached_bytes, 32_MiB);
   EXPECT_GE(allocator->empty_cache(), 32_MiB);
+  EXPECT_EQ(allocator->cache_info().cached_bytes, 0u);
+}
+
+TEST_P(allocator_backend_contract, what_lives_when_it_goes_is_told_and_freed_behind_its_users) {
+  for (const char* const backend : k_both) {
+    make(backend);
+    const native_stream owner = new_stream();
+    const native_stream other = new_stream();
+    void* const block = allocator->allocate(3_MiB, owner);
+    allocator->record_stream(block, other);
+    std::optional<stream_gate> gate;
+    const bool ordered = allocator->options().backend == allocator_backend::cuda_malloc_async;
+    if (ordered) gate.emplace(*on, other);  // the other one waits itself
+    ::testing::internal::CaptureStderr();
+    allocator.reset();
+    EXPECT_TRUE(says(::testing::internal::GetCapturedStderr(), "1 live allocations"));
+    if (ordered) {
+      EXPECT_FALSE(on->idle(owner));
+    }
+    gate.reset();
+    on->synchronize(owner);
+  }
+}
+
+TEST_P(allocator_backend_contract, another_device_reaches_memory_without_caching) {
+  if (on->device_count() < 2) GTEST_SKIP() << "one device";
+  if (!on->can_access(device_id{1}, device_id{0})) GTEST_SKIP() << "no peer access";
+  make("backend:none");
+  void* const before = allocator->allocate(3_MiB);
+  allocator->enable_peer(device_id{1});
+  allocator->enable_peer(device_id{1});
+  void* const after = allocator->allocate(3_MiB);
+  for (void* each : {before, after}) {
+    write_pattern(*on, at(each), 3_MiB, 1, device_id{1});
+    EXPECT_TRUE(holds(each, 3_MiB, 1));
+  }
+  free({before, after});
+  make("backend:cudaMallocAsync");
+  EXPECT_THROW(allocator->enable_peer(device_id{1}), unsupported);
+  EXPECT_THROW(allocator->configure("peers:[1]"), unsupported);
 }
 
 TEST_P(allocator_backend_contract, ignored_options_are_told_once) {

@@ -4,8 +4,10 @@
 #include "tests/support/allocator_contract.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <sstream>
+#include <thread>
 
 // Single calls: addresses asked for and told, what is given back, settings, peers, mistakes.
 
@@ -102,6 +104,34 @@ TEST_P(allocator_call_contract, a_block_that_waits_for_streams_cannot_be_freed_a
   allocator->record_stream(block, other);
   allocator->free(block);
   EXPECT_TRUE(says(refusal([&] { allocator->free(block); }), text(block)));
+}
+
+TEST_P(allocator_call_contract, stale_pointers_are_found_out_while_their_memory_goes) {
+  for (const char* const config : {"", k_segments}) {
+    make(config);
+    std::atomic<bool> over = false;
+    std::atomic<void*> stale = nullptr;
+    std::thread other([&] {
+      while (!over) {
+        void* const seen = stale;
+        (void)allocator->owns(seen);
+        allocator->record_stream(seen, nullptr);
+      }
+    });
+    for (int i = 0; i < 50; ++i) {
+      const pool_id pool = allocator->create_pool();
+      allocator->begin_allocate_to_pool(pool);
+      void* const block = allocator->allocate(3_MiB);
+      allocator->end_allocate_to_pool(pool);
+      stale = block;
+      allocator->free(block);
+      if (i % 2 == 0) allocator->empty_cache();
+      allocator->release_pool(pool);
+      EXPECT_FALSE(allocator->owns(block));
+    }
+    over = true;
+    other.join();
+  }
 }
 
 TEST_P(allocator_call_contract, cache_info_tells_what_is_free_and_held) {
@@ -262,6 +292,17 @@ TEST_P(allocator_call_contract, a_device_that_is_not_there_is_refused) {
   EXPECT_THROW(allocator->enable_peer(device_id{99}), error);
   free({block, allocator->allocate(30_MiB)});
   EXPECT_THROW(caching_allocator(on, device_id{99}), error);
+  EXPECT_THROW(caching_allocator(nullptr, device_id{0}), invalid_argument);
+}
+
+TEST_P(allocator_call_contract, functions_that_cannot_be_called_are_refused) {
+  make();
+  const pool_id pool = allocator->create_pool();
+  EXPECT_TRUE(says(refusal([&] { allocator->begin_allocate_to_pool(pool, {}); }), "filter"));
+  EXPECT_TRUE(says(refusal([&] { (void)allocator->on_trace({}); }), "on_trace"));
+  EXPECT_TRUE(says(refusal([&] { (void)allocator->on_shortage({}); }), "on_shortage"));
+  EXPECT_TRUE(says(refusal([&] { (void)allocator->on_out_of_memory({}); }), "on_out_of_memory"));
+  free({allocator->allocate(3_MiB)});
 }
 
 TEST_P(allocator_call_contract, its_device_and_driver_are_told) {

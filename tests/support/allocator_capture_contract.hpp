@@ -261,6 +261,62 @@ TEST_P(allocator_capture_contract, an_end_that_fails_leaves_nothing_stuck) {
   EXPECT_EQ(allocator->statistics().active.all.current, 0);
 }
 
+TEST_P(allocator_capture_contract, a_capture_that_was_not_told_of_leaves_nothing_stuck) {
+  for (const bool told_too_early : {false, true}) {
+    make();
+    const native_stream origin = new_stream();
+    const native_stream side = new_stream();
+    const pool_id pool = allocator->create_pool();
+    void* const block = allocator->allocate(3_MiB, origin);
+    free(allocate(100, 100_KiB, origin));  // memory that could move
+    {
+      if (told_too_early) allocator->begin_capture(pool);
+      scoped_capture graph(*on, origin);
+      on->fill(at(block), std::byte{1}, 512, origin);
+      join(origin, side);
+      on->fill(at(block), std::byte{2}, 512, side);
+      allocator->record_stream(block, side);
+      allocator->free(block);
+      if (told_too_early) allocator->end_capture(pool);
+      EXPECT_EQ(refusal([&] { allocator->empty_cache(); }), "done");
+      void* const other = allocator->allocate(12_MiB, origin);
+      EXPECT_NE(other, block);
+      allocator->free(other);
+      join(side, origin);
+      EXPECT_NO_THROW(graph.end()) << "nobody asked or waited for what is captured";
+    }
+    allocator->release_pool(pool);
+    allow(static_cast<std::size_t>(reserved()));
+    const auto held = static_cast<std::size_t>(reserved());
+    allocator->free(allocator->allocate(held, origin));
+    EXPECT_EQ(allocator->statistics().active.all.current, 0) << "waited for when memory is short";
+  }
+}
+
+TEST_P(allocator_capture_contract, the_default_pool_is_not_captured_into) {
+  make();
+  EXPECT_TRUE(says(refusal([&] { allocator->begin_capture(pool_id{}); }), "create_pool"));
+  free({allocator->allocate(3_MiB)});
+  EXPECT_GE(allocator->empty_cache(), 3_MiB) << "its memory need not stay";
+}
+
+TEST_P(allocator_capture_contract, memory_that_a_graph_replays_on_helps_nobody_out) {
+  make(k_segments);
+  allow(20_MiB);
+  const native_stream stream = new_stream();
+  const pool_id pool = allocator->create_pool({.use_on_oom = true});
+  {
+    capture graph(*this, pool, stream);
+    void* const block = allocator->allocate(20_MiB, stream);
+    on->fill(at(block), std::byte{9}, 512, stream);
+    allocator->free(block);
+    graph.end();
+  }
+  EXPECT_THROW((void)allocator->allocate(15_MiB, stream), out_of_memory);
+  allocator->release_pool(pool);
+  free({allocator->allocate(15_MiB, stream)});
+}
+
 TEST_P(allocator_capture_contract, begin_and_end_go_together) {
   make();
   const pool_id pool = allocator->create_pool();

@@ -228,6 +228,12 @@ TEST_P(allocator_history_contract, an_out_of_memory_is_an_event) {
   ASSERT_NE(found, all.end());
   EXPECT_EQ(found->bytes, 64_MiB);
   EXPECT_GT(found->at, 64_MiB) << "what is free on the device";
+  make("expandable_segments_reserve:32M");
+  allocator->record_history({});
+  EXPECT_THROW((void)allocator->allocate(64_MiB), out_of_memory);
+  const auto later = events();
+  ASSERT_FALSE(later.empty()) << "addresses too few are an out-of-memory, too";
+  EXPECT_EQ(later.front().action, trace_action::oom);
 }
 
 TEST_P(allocator_history_contract, observers_hear_after_a_map_and_before_an_unmap) {

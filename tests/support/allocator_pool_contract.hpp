@@ -4,8 +4,10 @@
 #include "tests/support/allocator_contract.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <stdexcept>
+#include <string>
 #include <thread>
 
 // Pools: where requests go, what pools share, and when they end.
@@ -149,6 +151,23 @@ TEST_P(allocator_pool_contract, a_route_without_filter_is_the_threads_own) {
   free({here, elsewhere});
 }
 
+TEST_P(allocator_pool_contract, threads_that_go_to_one_pool_end_their_own_routes) {
+  make();
+  const pool_id pool = allocator->create_pool();
+  allocator->begin_allocate_to_pool(pool);
+  std::thread([&] {
+    allocator->begin_allocate_to_pool(pool);
+    allocator->begin_allocate_to_pool(pool);
+    allocator->end_allocate_to_pool(pool);
+  }).join();
+  allocator->end_allocate_to_pool(pool);
+  void* const outside = allocator->allocate(3_MiB);
+  EXPECT_FALSE(lives_in(pool, outside));
+  allocator->end_allocate_to_pool(pool);  // of the thread that has ended
+  EXPECT_THROW(allocator->end_allocate_to_pool(pool), invalid_argument);
+  allocator->free(outside);
+}
+
 TEST_P(allocator_pool_contract, live_allocations_are_told_exactly) {
   make();
   const pool_id pool = allocator->create_pool();
@@ -174,6 +193,12 @@ TEST_P(allocator_pool_contract, no_split_hands_out_free_blocks_whole) {
   void* const small = allocate_in(pool, 512);
   EXPECT_EQ(block_bytes(small), 2_MiB);
   free({part, small});
+  allocator->begin_allocate_to_pool(pool);
+  EXPECT_EQ(allocator->allocate_at(static_cast<std::byte*>(big) + 1_MiB, 3_MiB), nullptr);
+  EXPECT_EQ(allocator->allocate_at(big, 3_MiB), big);
+  allocator->end_allocate_to_pool(pool);
+  EXPECT_EQ(block_bytes(big), 16_MiB);
+  allocator->free(big);
 }
 
 TEST_P(allocator_pool_contract, no_split_holds_where_segments_expand) {
@@ -230,7 +255,8 @@ TEST_P(allocator_pool_contract, a_user_without_memory_is_out_of_memory) {
   const pool_id pool = allocator->create_pool({.functions = user.functions()});
   user.fails = true;
   allocator->begin_allocate_to_pool(pool);
-  EXPECT_TRUE(says(refusal([&] { (void)allocator->allocate(12_MiB); }), "pool 1"));
+  const std::string said = refusal([&] { (void)allocator->allocate(12_MiB); });
+  EXPECT_TRUE(says(said, "pool 1") && says(said, "own `allocate` returned null")) << said;
   user.fails = false;
   user.throws = true;
   EXPECT_THROW((void)allocator->allocate(12_MiB), std::runtime_error);
@@ -239,6 +265,39 @@ TEST_P(allocator_pool_contract, a_user_without_memory_is_out_of_memory) {
   allocator->end_allocate_to_pool(pool);
   EXPECT_EQ(user.given.size(), 1u);
   allocator->free(block);
+  allocator.reset();
+}
+
+TEST_P(allocator_pool_contract, memory_of_the_user_is_checked) {
+  make();
+  pool_functions functions;
+  std::vector<address> taken_back;
+  address returns = 0;
+  functions.allocate = [&](std::size_t, device_id, native_stream) {
+    return reinterpret_cast<void*>(returns);
+  };
+  functions.free = [&](void* back, std::size_t, device_id) { taken_back.push_back(at(back)); };
+  const pool_id pool = allocator->create_pool({.functions = functions});
+  returns = (address{1} << 40) + 256;
+  EXPECT_TRUE(says(refusal([&] { (void)allocate_in(pool, 1000); }), "no multiple of 512"));
+  allocator->end_allocate_to_pool(pool);
+  EXPECT_EQ(taken_back, std::vector<address>{returns});
+  returns = address{1} << 40;
+  void* const block = allocate_in(pool, 1000);
+  returns += 1_MiB;
+  EXPECT_TRUE(says(refusal([&] { (void)allocate_in(pool, 3_MiB); }), "held already"));
+  allocator->end_allocate_to_pool(pool);
+  EXPECT_EQ(taken_back.size(), 1u) << "it is in use";
+  allocator->free(block);
+  allocator.reset();
+}
+
+TEST_P(allocator_pool_contract, what_the_user_gives_is_no_matter_of_the_devices_memory) {
+  user_memory user(on);
+  make("throw_on_cudamalloc_oom:True");
+  const pool_id pool = allocator->create_pool({.functions = user.functions()});
+  allocator->set_memory_fraction(0);
+  allocator->free(allocate_in(pool, 12_MiB));
   allocator.reset();
 }
 
@@ -290,6 +349,34 @@ TEST_P(allocator_pool_contract, a_released_pool_lives_as_long_as_its_routes) {
   allocator->empty_cache();
   EXPECT_EQ(reserved(), 0);
   EXPECT_EQ(refusal([&] { free({allocator->allocate(3_MiB)}); }), "done");
+}
+
+TEST_P(allocator_pool_contract, a_pool_may_go_while_threads_are_sent_there) {
+  for (const char* const config : {"", k_segments}) {
+    make(config);
+    std::atomic<bool> over = false;
+    std::atomic<int> served = 0;
+    std::string refused = "done";
+    std::thread other([&] {
+      for (; !over && refused == "done"; ++served) {
+        refused = refusal([&] { free({allocator->allocate(1000), allocator->allocate(3_MiB)}); });
+      }
+      over = true;
+    });
+    for (int i = 0; i < 100 && !over; ++i) {
+      const pool_id pool = allocator->create_pool();
+      allocator->begin_allocate_to_pool(pool, [](native_stream) { return true; });
+      for (const int before = served; served == before && !over;) std::this_thread::yield();
+      allocator->end_allocate_to_pool(pool);
+      allocator->release_pool(pool);
+    }
+    over = true;
+    other.join();
+    EXPECT_EQ(refused, "done") << "it goes where it would go now";
+    allocator->empty_cache();
+    EXPECT_EQ(reserved(), 0);
+    allocator->check_invariants();
+  }
 }
 
 TEST_P(allocator_pool_contract, totals_outlive_a_pool) {

@@ -199,6 +199,7 @@ TEST_P(allocator_sharing_contract, what_cannot_be_shared_or_read_is_refused) {
   EXPECT_TRUE(says(import("", good.fds), "ends"));
   EXPECT_TRUE(says(import(std::string(64, 'x'), good.fds), "no IPC handle"));
   EXPECT_TRUE(says(import(good.bytes.substr(0, good.bytes.size() - 1), good.fds), "ends"));
+  EXPECT_TRUE(says(import(good.bytes + "more", good.fds), "has 4 more"));
   EXPECT_TRUE(says(import(good.bytes, {}), "descriptors"));
   const auto before = on->alive();
   EXPECT_THROW(

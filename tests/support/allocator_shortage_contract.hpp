@@ -79,6 +79,21 @@ TEST_P(allocator_shortage_contract, an_offer_that_throws_fails_the_request_alone
   free({allocator->allocate(3_MiB)});
 }
 
+TEST_P(allocator_shortage_contract, an_offer_that_is_short_of_memory_itself_is_not_asked_again) {
+  make();
+  allow(20_MiB);
+  int asked = 0;
+  const auto offer = allocator->on_shortage([&] {
+    ++asked;
+    EXPECT_THROW((void)allocator->allocate(30_MiB), out_of_memory);
+    return false;
+  });
+  EXPECT_THROW((void)allocator->allocate(40_MiB), out_of_memory);
+  EXPECT_EQ(asked, 1);
+  EXPECT_THROW((void)allocator->allocate(40_MiB), out_of_memory);
+  EXPECT_EQ(asked, 2);
+}
+
 TEST_P(allocator_shortage_contract, an_offer_that_ended_is_not_asked) {
   make();
   int asked = 0;
@@ -221,6 +236,7 @@ TEST_P(allocator_shortage_contract, the_host_tier_follows_the_device) {
     EXPECT_GE(allocator->report().host_tier_bytes, 16_MiB);
     EXPECT_LE(allocator->report().reserved_bytes, 20_MiB);
     EXPECT_EQ(allocator->statistics().num_ooms, 0);
+    EXPECT_EQ(allocator->statistics().num_alloc_retries, 1);
     free({first, second});
     allocator->empty_cache();
     EXPECT_EQ(allocator->report().host_tier_bytes, 0u);

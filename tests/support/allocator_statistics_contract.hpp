@@ -80,6 +80,17 @@ TEST_P(allocator_statistics_contract, given_back_memory_is_counted) {
   }
 }
 
+TEST_P(allocator_statistics_contract, waits_for_everything_are_counted) {
+  make(k_segments);
+  allow(20_MiB);
+  free({allocator->allocate(20_MiB, new_stream())});
+  EXPECT_EQ(allocator->statistics().num_sync_all_streams, 0);
+  free({allocator->allocate(15_MiB)});
+  EXPECT_EQ(allocator->statistics().num_sync_all_streams, 1) << "to give memory back";
+  allocator->empty_cache();
+  EXPECT_EQ(allocator->statistics().num_sync_all_streams, 2);
+}
+
 TEST_P(allocator_statistics_contract, resets_forget_peaks_or_totals_alone) {
   make(k_segments);
   const auto all = allocate(4, 4_MiB);

@@ -249,4 +249,23 @@ TEST_P(allocator_stream_contract, a_stream_that_was_emptied_can_be_destroyed) {
   allocator->free(next);
 }
 
+TEST_P(allocator_stream_contract, streams_that_went_leave_no_addresses_reserved) {
+  make();
+  void* const kept = allocator->allocate(3_MiB);
+  const auto before = on->alive();
+  for (int i = 0; i < 3; ++i) {
+    const native_stream gone = on->create_stream(device_id{0});
+    const auto all = allocate(4, 3_MiB, gone);
+    free({all[0], all[2]});
+    void* const elsewhere = allocator->allocate(6_MiB);  // may take what is free there
+    free({all[1], all[3], elsewhere, allocator->allocate(512, gone)});
+    on->synchronize(gone);
+    allocator->empty_cache();
+    on->destroy_stream(gone);
+  }
+  EXPECT_EQ(on->alive().reserved_bytes, before.reserved_bytes);
+  EXPECT_TRUE(allocator->owns(kept));
+  allocator->free(kept);
+}
+
 }  // namespace evmm::test

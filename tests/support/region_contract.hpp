@@ -209,6 +209,8 @@ TEST_P(region_contract, discard_with_backup_gives_memory_back_and_restores_conte
   EXPECT_EQ(region.size(), 3 * granule) << "the addresses stay";
   EXPECT_EQ(region.statistics().discarded_bytes, 3 * granule);
   EXPECT_EQ(region.statistics().backup_bytes, 3 * granule);
+  EXPECT_EQ(region.statistics().handles_created, 3u) << "one of them holds a backup";
+  EXPECT_EQ(region.statistics().handles_released, 1u) << "the host's is its own";
   EXPECT_EQ(region.statistics().device_bytes, 0u);
   EXPECT_EQ(region.segments()[0].state, segment_state::discarded);
   EXPECT_THROW(region.migrate(0, tier::host), invalid_argument);
@@ -229,6 +231,7 @@ TEST_P(region_contract, discard_takes_a_part_and_drops_what_need_not_be_kept) {
   EXPECT_TRUE(holds_pattern(*on, at(region), granule, 9)) << "its neighbours are untouched";
   region.discard(contents::drop);  // the rest
   EXPECT_EQ(region.statistics().discarded_bytes, 3 * granule);
+  EXPECT_EQ(region.statistics().handles_released, 3u);
   region.restore();
   write_pattern(*on, at(region), region.size(), 10);
   EXPECT_TRUE(holds_pattern(*on, at(region), region.size(), 10));

@@ -155,6 +155,7 @@ void sleeps_and_wakes_with_contents(const rank_context& at) {
   expect_shared(region, 6);
   region.discard(contents::backup);
   EXPECT_EQ(region.statistics().device_bytes, 0u);
+  EXPECT_EQ(region.statistics().handles_released, 1u) << "the host's is its own backup";
   EXPECT_EQ(region.size(), 2 * at.granule());
   region.restore();
   expect_still_shared(region, 6);

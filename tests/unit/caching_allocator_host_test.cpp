@@ -101,6 +101,23 @@ TEST_F(small_device, without_recycling_memory_between_live_blocks_is_given_back_
   EXPECT_EQ(now.handles_recycled + now.handles_claimed, 0);
 }
 
+TEST_F(small_device, a_request_that_fails_leaves_others_what_it_did_not_get) {
+  make("");
+  live.push_back(allocator->allocate(20_MiB));
+  EXPECT_TRUE(says(refusal([&] { (void)allocator->allocate(60_MiB); }), "44.0 MiB of 64.0 MiB"));
+  EXPECT_EQ(allocator->report().free_bytes, 44_MiB);
+}
+
+TEST_F(small_device, a_request_takes_what_the_driver_has_and_what_is_free_besides) {
+  make("");
+  for (int i = 0; i < 4; ++i) live.push_back(allocator->allocate(10_MiB));
+  allocator->free(live[0]);
+  allocator->free(live[2]);
+  live = {live[1], live[3]};
+  live.push_back(allocator->allocate(44_MiB));
+  EXPECT_EQ(allocator->statistics().num_alloc_retries, 0);
+}
+
 TEST_F(small_device, names_the_host_tier_when_the_device_is_simply_full) {
   make("");
   live.push_back(allocator->allocate(60_MiB));
@@ -117,6 +134,7 @@ TEST_F(small_device, names_both_tiers_when_both_are_full) {
   const std::string said = refusal([&] { (void)allocator->allocate(10_MiB); });
   allocator->end_allocate_to_pool(pool);
   EXPECT_TRUE(says(said, "both tiers are full")) << said;
+  EXPECT_EQ(allocator->statistics().num_alloc_retries, 2) << "one a request, not one a tier";
   EXPECT_TRUE(says(said, "pool 1")) << said;
 }
 

@@ -75,6 +75,27 @@ TEST(allocator_waits, for_one_event_where_that_is_enough) {
   }
 }
 
+TEST(allocator_waits, for_all_that_use_its_memory_before_it_goes) {
+  for (const char* const config : {"", "expandable_segments:False", "backend:none"}) {
+    const auto on = std::make_shared<waiting_driver>(host_driver::make());
+    const native_stream owner = on->create_stream({0});
+    const std::vector<native_stream> users = {on->create_stream({0}), on->create_stream({0})};
+    {
+      caching_allocator allocator(on, device_id{0}, parse_options(config));
+      void* const freed = allocator.allocate(3_MiB, owner);
+      void* const live = allocator.allocate(3_MiB, owner);
+      on->gates[users[0]] = std::make_unique<stream_gate>(*on, users[0]);
+      on->gates[users[1]] = std::make_unique<stream_gate>(*on, users[1]);
+      allocator.record_stream(freed, users[0]);
+      allocator.record_stream(live, users[1]);
+      allocator.free(freed);
+    }
+    EXPECT_TRUE(on->gates.empty()) << config;
+    for (native_stream each : users) on->destroy_stream(each);
+    on->destroy_stream(owner);
+  }
+}
+
 TEST(allocator_waits, for_the_event_that_was_recorded_first) {
   const auto on =
       std::make_shared<waiting_driver>(host_driver::make({.devices = 1, .device_bytes = 40_MiB}));

@@ -23,14 +23,16 @@ enum class pool_id : std::uint64_t {};
 /// User functions behind a pool. Called with the allocator's slow path locked: they may not call
 /// the allocator.
 struct pool_functions {
-  /// Returns memory of at least `bytes`, aligned to 512, or null when there is none.
+  /// Returns memory of at least `bytes`, aligned to 512 and not in use, or null when there is none.
+  /// Other memory is an invalid_argument of the request.
   std::function<void*(std::size_t bytes, device_id device, native_stream stream)> allocate;
   std::function<void(void* at, std::size_t bytes, device_id device)> free;
 };
 
 /// What a pool is made from.
 struct pool_options {
-  /// Requests of the default pool may use this pool's free blocks before they fail.
+  /// Requests of the default pool may use this pool's free blocks before they fail, unless a graph
+  /// may replay on them.
   bool use_on_oom = false;
   /// Free blocks are handed out whole.
   bool no_split = false;
@@ -137,8 +139,8 @@ class caching_allocator {
  public:
   caching_allocator(std::shared_ptr<driver> on, device_id device,
                     const allocator_options& options = options_from_environment());
-  /// Waits for its streams and gives everything back. Live allocations die with it, with a
-  /// warning.
+  /// Waits for its streams, and for those that record_stream told of, and gives everything back.
+  /// Live allocations die with it, with a warning.
   ~caching_allocator();
   caching_allocator(const caching_allocator&) = delete;
   caching_allocator& operator=(const caching_allocator&) = delete;
@@ -150,7 +152,8 @@ class caching_allocator {
   /// Null is ignored. Throws invalid_argument naming a pointer that is not a live allocation.
   void free(void* at);
   /// At this very address, which must be free, backed, of this stream and of the pool that the
-  /// request would use, and a multiple of 512. Null when it is not. Never makes new memory.
+  /// request would use, a multiple of 512, and with no_split where a free block begins. Null when
+  /// it is not. Never makes new memory.
   [[nodiscard]] void* allocate_at(void* where, std::size_t bytes, native_stream stream = nullptr);
   /// Another stream uses the allocation too: after free() it is not reused before that stream is
   /// past what it has enqueued until then. No effect for null, foreign pointers, and the stream of
@@ -188,6 +191,7 @@ class caching_allocator {
   /// The class of a stream, for expandable_segments_reserve_by_class. Before its first allocation.
   void set_stream_class(native_stream stream, const std::string& name);
   /// Lets `peer` touch all memory of this allocator, existing and future, and what it imports.
+  /// Throws unsupported when it cannot reach it, and with backend:cudaMallocAsync.
   void enable_peer(device_id peer);
 
   // --- pools ----------------------------------------------------------------------------------
@@ -205,15 +209,16 @@ class caching_allocator {
   void begin_allocate_to_pool(pool_id pool, std::function<bool(native_stream)> filter);
   /// The calling thread's allocations.
   void begin_allocate_to_pool(pool_id pool);
+  /// The last begun to that pool, by the calling thread if it began any.
   void end_allocate_to_pool(pool_id pool);
   /// Whether the live allocations of the pool are exactly these.
   bool live_allocations_are(pool_id pool, const std::vector<void*>& expected) const;
 
   // --- graph capture --------------------------------------------------------------------------
 
-  /// A capture that allocates from `pool` begins or ends. Between the two, frees of blocks that
-  /// other streams used are deferred, unless their reuse is proved by the capture itself
-  /// (graph_capture_record_stream_reuse).
+  /// A capture that allocates from `pool`, not the default one, begins or has ended. Between the
+  /// two, frees of blocks that other streams used are deferred, unless their reuse is proved by the
+  /// capture itself (graph_capture_record_stream_reuse).
   void begin_capture(pool_id pool);
   void end_capture(pool_id pool);
   std::shared_ptr<const pool_checkpoint> checkpoint(pool_id pool);
@@ -252,6 +257,7 @@ class caching_allocator {
   /// May not call the allocator.
   [[nodiscard]] subscription on_trace(std::function<void(const trace_entry&)> observer);
   /// May free allocations; asked when there is no free block. Returns whether it freed anything.
+  /// Where it allocates itself, nobody is asked.
   [[nodiscard]] subscription on_shortage(std::function<bool()> callback);
 
   device_id device() const noexcept;
