@@ -137,10 +137,15 @@ TEST(cli_devices, locality_and_nodes) {
   EXPECT_EQ(judge_locality({}, 2).level, status::ok);
   EXPECT_EQ(judge_locality({0, 1}, 1).level, status::ok);
   EXPECT_EQ(judge_locality({0, 1}, 2).level, status::warn);
+  EXPECT_EQ(judge_locality({0, 1}, 0).level, status::warn) << "nothing says that there is one node";
   EXPECT_EQ(judge_allowed_nodes({{numa_node{0}, 1_GiB, 4, true}}).level, status::ok);
   EXPECT_THAT(
       judge_allowed_nodes({{numa_node{0}, 1_GiB, 4, true}, {numa_node{1}, 1_GiB, 4, false}}).found,
       HasSubstr("but 1"));
+  const finding hidden = judge_allowed_nodes({});
+  EXPECT_EQ(hidden.level, status::warn);
+  EXPECT_EQ(hidden.found, "no node is told");
+  EXPECT_THAT(hidden.remedy, HasSubstr("/sys"));
 }
 
 TEST(cli_devices, iommu) {
