@@ -116,7 +116,9 @@ TEST(cli_program, usage) {
   EXPECT_EQ(run("", "--version").code, 0);
   EXPECT_EQ(run("", "--help").code, 0);
   EXPECT_EQ(run("", "").code, 2);
-  EXPECT_EQ(run("", "nonsense").code, 2);
+  const auto [code, text] = run("", "nonsense");
+  EXPECT_EQ(code, 2);
+  EXPECT_THAT(text, HasSubstr("nonsense"));
   EXPECT_EQ(run("", "info --nonsense").code, 2);
 }
 

@@ -123,8 +123,10 @@ TEST_F(replay_program, what_cannot_be_is_refused) {
   EXPECT_THAT(errors(), HasSubstr("/nonexistent.csv"));
   EXPECT_EQ(run("--config abacus:1 " + trace_).code, 1);
   EXPECT_THAT(errors(), HasSubstr("abacus"));
-  EXPECT_EQ(run("--plot /nonexistent/plot.svg " + trace_).code, 1);
+  const auto [code, text] = run("--json --plot /nonexistent/plot.svg " + trace_);
+  EXPECT_EQ(code, 1);
   EXPECT_THAT(errors(), HasSubstr("/nonexistent/plot.svg: cannot be written"));
+  EXPECT_EQ(json::parse(text).size(), 3u) << "what was measured is told all the same";
   std::ofstream(trace_, std::ios::app) << "f,99\n";
   EXPECT_EQ(run(trace_).code, 1);
   EXPECT_THAT(errors(), HasSubstr(trace_ + ":8: 99 was not allocated"));
