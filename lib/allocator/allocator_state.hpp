@@ -109,6 +109,13 @@ struct caching_allocator::state {
     return on->capture(stream).status != capture_status::none;
   }
 
+  /// Takes `slow` for a call from outside. Throws invalid_argument in a forked child: what a thread
+  /// of the parent had locked stays locked there.
+  std::unique_lock<std::recursive_mutex> enter() const {
+    process.check();
+    return std::unique_lock(slow);
+  }
+
   // --- pools (pools.cpp) ----------------------------------------------------------------------
 
   pool_record& pool(pool_id id) const;

@@ -376,6 +376,7 @@ void caching_allocator::free(void* pointer) {
 void caching_allocator::record_stream(void* at, native_stream stream) {
   state& s = *state_;
   if (at == nullptr) return;
+  s.process.check();
   if (s.other) return s.other->record_stream(at, stream);
   std::unique_lock<spin_lock> held;
   block* const used = s.live_block(as_address(at), held);
@@ -389,12 +390,14 @@ void caching_allocator::record_stream(void* at, native_stream stream) {
 }
 
 bool caching_allocator::owns(const void* at) const noexcept {
+  if (state_->process.forked()) return false;
   if (state_->other) return state_->other->owns(at);
   std::unique_lock<spin_lock> held;
   return state_->live_block(as_address(at), held) != nullptr;
 }
 
 allocation_place caching_allocator::base_allocation(const void* at) const {
+  state_->process.check();
   if (state_->other) return state_->other->place(at);
   std::unique_lock<spin_lock> held;
   const block* const live = state_->live_block(as_address(at), held);

@@ -37,7 +37,7 @@ pool_id caching_allocator::create_pool(const pool_options& options) {
   if (options.functions && (!options.functions->allocate || !options.functions->free)) {
     throw invalid_argument("pool_functions needs both `allocate` and `free`");
   }
-  const std::lock_guard lock(s.slow);
+  const auto lock = s.enter();
   auto made = std::make_unique<pool_record>();
   made->id = pool_id{s.next_pool};
   made->options = options;
@@ -48,7 +48,7 @@ pool_id caching_allocator::create_pool(const pool_options& options) {
 }
 
 void caching_allocator::retain_pool(pool_id its) {
-  const std::lock_guard lock(state_->slow);
+  const auto lock = state_->enter();
   pool_record& one = state_->pool(its);
   if (one.users == 0) {
     throw invalid_argument(fmt::format("pool {} was released", static_cast<std::uint64_t>(its)));
@@ -58,7 +58,7 @@ void caching_allocator::retain_pool(pool_id its) {
 
 void caching_allocator::release_pool(pool_id its) {
   state& s = *state_;
-  const std::lock_guard lock(s.slow);
+  const auto lock = s.enter();
   pool_record& one = s.pool(its);
   if (its == pool_id{} || one.users == 0) {
     throw invalid_argument(
@@ -68,7 +68,7 @@ void caching_allocator::release_pool(pool_id its) {
 }
 
 int caching_allocator::pool_use_count(pool_id its) const {
-  const std::lock_guard lock(state_->slow);
+  const auto lock = state_->enter();
   return state_->pool(its).users;
 }
 
@@ -117,7 +117,7 @@ void caching_allocator::state::drop_if_unused(pool_record& gone) {
 void caching_allocator::begin_allocate_to_pool(pool_id its,
                                                std::function<bool(native_stream)> filter) {
   state& s = *state_;
-  const std::lock_guard lock(s.slow);
+  const auto lock = s.enter();
   s.pool(its);
   const std::unique_lock guard(s.arenas_guard);
   s.routes.push_back({its, std::move(filter)});
@@ -132,7 +132,7 @@ void caching_allocator::begin_allocate_to_pool(pool_id its) {
 
 void caching_allocator::end_allocate_to_pool(pool_id its) {
   state& s = *state_;
-  const std::lock_guard lock(s.slow);
+  const auto lock = s.enter();
   const std::unique_lock guard(s.arenas_guard);
   const auto last = std::find_if(s.routes.rbegin(), s.routes.rend(),
                                  [&](const state::route& one) { return one.to == its; });
@@ -148,7 +148,7 @@ void caching_allocator::end_allocate_to_pool(pool_id its) {
 
 bool caching_allocator::live_allocations_are(pool_id its,
                                              const std::vector<void*>& expected) const {
-  const std::lock_guard lock(state_->slow);
+  const auto lock = state_->enter();
   std::set<address> wanted;
   for (const void* at : expected) wanted.insert(reinterpret_cast<address>(at));
   std::size_t live = 0;
@@ -169,7 +169,7 @@ bool caching_allocator::live_allocations_are(pool_id its,
 
 void caching_allocator::begin_capture(pool_id its) {
   state& s = *state_;
-  const std::lock_guard lock(s.slow);
+  const auto lock = s.enter();
   pool_record& one = s.pool(its);
   ++one.captures;
   one.captured = true;
@@ -178,7 +178,7 @@ void caching_allocator::begin_capture(pool_id its) {
 
 void caching_allocator::end_capture(pool_id its) {
   state& s = *state_;
-  const std::lock_guard lock(s.slow);
+  const auto lock = s.enter();
   pool_record& one = s.pool(its);
   if (one.captures == 0) {
     throw invalid_argument(
@@ -234,7 +234,7 @@ bool will_be_free(const arena& from, const pool_checkpoint::block_then& then,
 }  // namespace
 
 std::shared_ptr<const pool_checkpoint> caching_allocator::checkpoint(pool_id its) {
-  const std::lock_guard lock(state_->slow);
+  const auto lock = state_->enter();
   auto made = std::make_shared<pool_checkpoint>();
   made->of = its;
   for (arena* one : state_->pool(its).arenas) {
@@ -252,7 +252,7 @@ std::shared_ptr<const pool_checkpoint> caching_allocator::checkpoint(pool_id its
 caching_allocator::checkpoint_delta caching_allocator::restore(pool_id its,
                                                                const pool_checkpoint& to) {
   state& s = *state_;
-  const std::lock_guard lock(s.slow);
+  const auto lock = s.enter();
   pool_record& one = s.pool(its);
   if (to.of != its) {
     throw invalid_argument(fmt::format("the checkpoint is of pool {}, not of pool {}",

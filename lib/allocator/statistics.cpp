@@ -51,14 +51,13 @@ std::string divisions_text(const allocator_options& options) {
 
 allocator_statistics caching_allocator::statistics() const {
   state& s = *state_;
+  const auto lock = s.enter();
   allocator_statistics all;
   if (s.other) {
     s.other->fill(all);
-    const std::lock_guard lock(s.slow);
     all.num_ooms = s.ooms;
     return all;
   }
-  const std::lock_guard lock(s.slow);
   s.books.fill(all);
   s.supply.fill(all);
   count_inactive_splits(s.all_arenas, all);
@@ -75,7 +74,7 @@ allocator_statistics caching_allocator::statistics() const {
 
 allocator_statistics caching_allocator::statistics(pool_id its) const {
   state& s = *state_;
-  const std::lock_guard lock(s.slow);
+  const auto lock = s.enter();
   const pool_record& one = s.pool(its);
   allocator_statistics all;
   count_inactive_splits(one.arenas, all);
@@ -112,8 +111,8 @@ allocator_statistics caching_allocator::statistics(pool_id its) const {
 
 void caching_allocator::reset_peaks() {
   state& s = *state_;
+  const auto lock = s.enter();
   if (s.other) return s.other->reset_peaks();
-  const std::lock_guard lock(s.slow);
   s.books.reset_peaks();
   s.supply.reset_peaks();
   const std::lock_guard oversize(s.oversize_guard);
@@ -122,7 +121,7 @@ void caching_allocator::reset_peaks() {
 
 void caching_allocator::reset_totals() {
   state& s = *state_;
-  const std::lock_guard lock(s.slow);
+  const auto lock = s.enter();
   if (s.other) {
     s.ooms = 0;
     return s.other->reset_totals();
@@ -136,7 +135,7 @@ void caching_allocator::reset_totals() {
 
 cache_information caching_allocator::cache_info() const {
   state& s = *state_;
-  const std::lock_guard lock(s.slow);
+  const auto lock = s.enter();
   cache_information found;
   for (arena* one : s.all_arenas) {
     const std::lock_guard held(one->guard());
@@ -183,7 +182,7 @@ std::size_t caching_allocator::empty_cache(std::optional<pool_id> pool) {
   state& s = *state_;
   const device_scope here(*s.on, s.device);
   if (s.other) return s.other->empty_cache();
-  const std::lock_guard lock(s.slow);
+  const auto lock = s.enter();
   const pool_record* const only = pool ? &s.pool(*pool) : nullptr;
   s.settle_captured();
   for (arena* one : s.all_arenas) {
@@ -206,7 +205,7 @@ void caching_allocator::set_memory_fraction(double fraction) {
   if (!(fraction >= 0 && fraction <= 1)) {
     throw invalid_argument(fmt::format("the memory fraction is {}, not in [0, 1]", fraction));
   }
-  const std::lock_guard lock(state_->slow);
+  const auto lock = state_->enter();
   allocator_options next = state_->options.now();
   next.per_process_memory_fraction = fraction;
   state_->options.set(next);
@@ -221,7 +220,7 @@ allocator_options caching_allocator::options() const {
 }
 
 void caching_allocator::configure(std::string_view text) {
-  const std::lock_guard lock(state_->slow);
+  const auto lock = state_->enter();
   const allocator_options& now = state_->options.now();
   const allocator_options next = parse_options(text, now);
   if (next.backend != now.backend) {
@@ -247,22 +246,24 @@ void caching_allocator::configure(std::string_view text) {
 }
 
 std::vector<expandable_size> caching_allocator::expandable_sizes() const {
-  const std::lock_guard lock(state_->slow);
+  const auto lock = state_->enter();
   return state_->supply.sizes();
 }
 
 void caching_allocator::set_stream_class(native_stream stream, const std::string& name) {
-  const std::lock_guard lock(state_->slow);
+  const auto lock = state_->enter();
   state_->stream_classes[stream] = name;
 }
 
 // --- history -----------------------------------------------------------------------------------
 
 void caching_allocator::record_history(const history_options& options) {
+  state_->process.check();
   state_->happened.configure(options);
 }
 
 void caching_allocator::annotate(std::vector<std::pair<std::string, std::string>> values) {
+  state_->process.check();
   state_->happened.annotate(std::move(values));
 }
 
@@ -284,7 +285,7 @@ void caching_allocator::set_user_metadata(std::string text) {
 
 allocator_snapshot caching_allocator::snapshot(std::optional<pool_id> pool, bool traces) const {
   state& s = *state_;
-  const std::lock_guard lock(s.slow);
+  const auto lock = s.enter();
   allocator_snapshot all;
   std::size_t active_bytes = 0;
   const pool_record* const only = pool ? &s.pool(*pool) : nullptr;
@@ -362,6 +363,7 @@ allocator_snapshot caching_allocator::snapshot(std::optional<pool_id> pool, bool
 
 caching_allocator::subscription caching_allocator::on_out_of_memory(
     std::function<void(const oom_report&)> observer) {
+  state_->process.check();
   auto kept = std::make_shared<std::function<void(const oom_report&)>>(std::move(observer));
   const std::lock_guard lock(state_->observers_guard);
   state_->oom_observers.push_back(kept);
@@ -370,10 +372,12 @@ caching_allocator::subscription caching_allocator::on_out_of_memory(
 
 caching_allocator::subscription caching_allocator::on_trace(
     std::function<void(const trace_entry&)> observer) {
+  state_->process.check();
   return state_->happened.listen(std::move(observer));
 }
 
 caching_allocator::subscription caching_allocator::on_shortage(std::function<bool()> callback) {
+  state_->process.check();
   auto kept = std::make_shared<std::function<bool()>>(std::move(callback));
   const std::lock_guard lock(state_->observers_guard);
   state_->shortage_callbacks.push_back(kept);
@@ -384,7 +388,7 @@ caching_allocator::subscription caching_allocator::on_shortage(std::function<boo
 
 void caching_allocator::check_invariants() const {
   state& s = *state_;
-  const std::lock_guard lock(s.slow);
+  const auto lock = s.enter();
   const auto require = [](bool holds, const char* what) {
     if (!holds) throw std::logic_error(what);
   };
