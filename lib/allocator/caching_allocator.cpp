@@ -70,17 +70,19 @@ caching_allocator::state::state(std::shared_ptr<driver> driver, device_id its,
       events(on, its),
       happened(its),
       other(make_other_backend(on, its, wanted)),
-      supply(
-          on, its, options, pages,
-          [this](trace_action action, const arena& where, address at, std::size_t bytes) {
-            if (!happened.wanted()) return;
-            happened.record({.action = action,
-                             .at = at,
-                             .bytes = bytes,
-                             .stream = where.stream(),
-                             .pool = where.pool().id,
-                             .stack = happened.wants_stack(action) ? call_stack::here() : nullptr});
-          }) {
+      supply(on, its, options, pages,
+             [this](trace_action action, const arena& where, address at, std::size_t bytes) {
+               std::shared_ptr<const call_stack> stack;
+               if (!happened.wanted()) return stack;
+               if (happened.wants_stack(action)) stack = call_stack::here();
+               happened.record({.action = action,
+                                .at = at,
+                                .bytes = bytes,
+                                .stream = where.stream(),
+                                .pool = where.pool().id,
+                                .stack = stack});
+               return stack;
+             }) {
   forget_at_fork();
   auto first = std::make_unique<pool_record>();
   first->expandable = wanted.expandable_segments;
@@ -171,7 +173,7 @@ void caching_allocator::state::note(trace_action action, const arena& where,
                                     const block& what) noexcept {
   happened.record({.action = action,
                    .at = what.at,
-                   .bytes = what.bytes,
+                   .bytes = what.requested,
                    .stream = where.stream(),
                    .pool = where.pool().id,
                    .stack = happened.wants_stack(action) ? call_stack::here() : nullptr});

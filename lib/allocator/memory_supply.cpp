@@ -127,7 +127,7 @@ void memory_supply::arrive(span_record& home, arena& needy, const block* near) {
   block* const hole = needy.covering(home.at(), near);
   needy.back(hole, home.at(), home.bytes());
   home.near = hole;
-  tell_(trace_action::segment_map, needy, home.at(), home.bytes());
+  home.what.stack = tell_(trace_action::segment_map, needy, home.at(), home.bytes());
 }
 
 // --- segments of one handle --------------------------------------------------------------------
@@ -172,7 +172,8 @@ bool memory_supply::add_segment(arena& needy, std::size_t bytes, const supply_te
   needy.add(made->segment, block_use::free);
   needy.segments.push_back(&made->segment);
   fixed_.push_back(std::move(made));
-  tell_(trace_action::segment_alloc, needy, fixed_.back()->segment.base, bytes);
+  fixed_memory& added = *fixed_.back();
+  added.stack = tell_(trace_action::segment_alloc, needy, added.segment.base, bytes);
   return true;
 }
 

@@ -44,8 +44,9 @@ class fixed_memory {
   tier where() const noexcept { return memory_ ? memory_->location().kind : tier::device; }
   const memory_ptr& memory() const noexcept { return memory_; }
   segment_record segment;
-  std::uint64_t serial = 0;  ///< as handle_record::serial
-  bool oversize = false;     ///< counted so, whatever the options say now
+  std::uint64_t serial = 0;                      ///< as handle_record::serial
+  bool oversize = false;                         ///< counted so, whatever the options say now
+  std::shared_ptr<const call_stack> stack = {};  ///< of its allocation, when that is recorded
 
  private:
   std::unique_ptr<scratch_mapping> own_;
@@ -75,7 +76,9 @@ struct supply_terms {
 /// Threads: under the allocator's slow lock, which alone may hold several arenas' locks.
 class memory_supply {
  public:
-  using listener = std::function<void(trace_action, const arena&, address, std::size_t)>;
+  /// Told of what comes and goes; returns the stack that it recorded, if it did.
+  using listener = std::function<std::shared_ptr<const call_stack>(trace_action, const arena&,
+                                                                   address, std::size_t)>;
 
   memory_supply(std::shared_ptr<driver> on, device_id device, const live_options& options,
                 page_map& pages, listener tell);

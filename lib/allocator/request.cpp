@@ -329,11 +329,13 @@ void caching_allocator::state::fail(const arena& from, std::size_t size, std::si
   const oom_report report = report_of(bytes, rejected);
   const out_of_memory failure = out_of_memory_text(*this, from, size, report);
   if (happened.wanted()) {
-    happened.record({.action = trace_action::oom,
-                     .at = report.free_bytes,
-                     .bytes = bytes,
-                     .stream = from.stream(),
-                     .pool = from.pool().id});
+    happened.record(
+        {.action = trace_action::oom,
+         .at = report.free_bytes,
+         .bytes = bytes,
+         .stream = from.stream(),
+         .pool = from.pool().id,
+         .stack = happened.wants_stack(trace_action::oom) ? call_stack::here() : nullptr});
   }
   lock.unlock();
   tell(report);

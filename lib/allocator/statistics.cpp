@@ -308,11 +308,15 @@ allocator_snapshot caching_allocator::snapshot(std::optional<pool_id> pool, bool
           run->large = one->kind() == size_class::large;
           run->pool = number_of(one->pool().id);
           run->expandable = segment->expandable();
-          const span_record* const span =
-              segment->expandable() ? segment->range->span_at(b->at) : nullptr;
-          run->where = span != nullptr              ? span->what.where()
-                       : segment->memory != nullptr ? segment->memory->where()
-                                                    : tier::device;
+          const call_stack* stack = nullptr;
+          if (segment->memory != nullptr) {
+            run->where = segment->memory->where();
+            stack = segment->memory->stack.get();
+          } else if (const span_record* const span = segment->range->span_at(b->at)) {
+            run->where = span->what.where();
+            stack = span->what.stack.get();
+          }
+          if (stack != nullptr) run->frames = stack->resolve();
         }
         const bool live = b->live();
         const bool active = live || b->use == block_use::pending;
