@@ -105,6 +105,7 @@ struct caching_allocator::state {
   void* allocate_elsewhere(std::size_t bytes, native_stream stream);
   std::size_t reservation_for(const arena& of, tier where) const;
   std::size_t limit() const;
+  void count_inactive_splits();
   bool capturing(native_stream stream) const {
     return on->capture(stream).status != capture_status::none;
   }
@@ -175,6 +176,7 @@ struct caching_allocator::state {
 
   // Scalars of the statistics; under `slow`, oversize under its own lock.
   std::int64_t retries = 0, ooms = 0, rejections = 0, full_waits = 0;
+  pool_statistic inactive_split, inactive_split_bytes;
   std::mutex oversize_guard;
   statistic oversize_allocations;
 

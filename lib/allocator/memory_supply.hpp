@@ -155,6 +155,7 @@ class memory_supply {
   void release(const arena& holder, fixed_memory& gone) noexcept;
 
   void count(pool_statistic& of, size_class kind, std::int64_t amount) noexcept;
+  void hold_in_pool(const arena& of, std::int64_t bytes) noexcept;
   void hold(size_class kind, tier where, std::int64_t bytes) noexcept;
 
   std::shared_ptr<driver> on_;

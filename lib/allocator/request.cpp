@@ -270,6 +270,7 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
         return {&from, found};
       }
     }
+    ++full_waits;
     // 7. Memory of other streams, behind their work; then whatever is cached anywhere.
     ++retries;
     if (options.now().recycle != recycling::never && expandable(from)) {
@@ -280,7 +281,6 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
       if (give_back(enough) == 0) break;
       if (block* const found = extend(from, size, terms, held)) return {&from, found};
     }
-    ++full_waits;
   }
   fail(from, size, bytes, false, lock);
 }

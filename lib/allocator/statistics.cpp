@@ -17,21 +17,27 @@ namespace evmm {
 namespace {
 
 /// PyTorch counts free blocks beside others in segments of one handle.
-void count_inactive_splits(const std::vector<arena*>& arenas, allocator_statistics& into) {
+void count_inactive_splits(const std::vector<arena*>& arenas, pool_statistic& count,
+                           pool_statistic& bytes) {
+  std::int64_t found[2] = {0, 0};
+  std::int64_t found_bytes[2] = {0, 0};
   for (arena* one : arenas) {
     const std::lock_guard held(one->guard());
     one->merge_recent();
-    const bool small = one->kind() == size_class::small;
+    const auto kind = static_cast<std::size_t>(one->kind());
     one->for_each_free(0, [&](const block* free) {
       if (free->in->expandable() || (free->before == nullptr && free->after == nullptr)) return;
-      const auto bytes = static_cast<std::int64_t>(free->bytes);
-      into.inactive_split.all.add(1);
-      into.inactive_split_bytes.all.add(bytes);
-      (small ? into.inactive_split.small_pool : into.inactive_split.large_pool).add(1);
-      (small ? into.inactive_split_bytes.small_pool : into.inactive_split_bytes.large_pool)
-          .add(bytes);
+      ++found[kind];
+      found_bytes[kind] += static_cast<std::int64_t>(free->bytes);
     });
   }
+  const auto change = [](pool_statistic& of, const std::int64_t(&now)[2]) {
+    of.all.add(now[0] + now[1] - of.all.current);
+    of.small_pool.add(now[0] - of.small_pool.current);
+    of.large_pool.add(now[1] - of.large_pool.current);
+  };
+  change(count, found);
+  change(bytes, found_bytes);
 }
 
 /// PyTorch's table: the divisions for sizes from 1 MiB to 32 GiB, by powers of two.
@@ -49,6 +55,10 @@ std::string divisions_text(const allocator_options& options) {
 
 }  // namespace
 
+void caching_allocator::state::count_inactive_splits() {
+  evmm::count_inactive_splits(all_arenas, inactive_split, inactive_split_bytes);
+}
+
 allocator_statistics caching_allocator::statistics() const {
   state& s = *state_;
   const auto lock = s.enter();
@@ -60,7 +70,12 @@ allocator_statistics caching_allocator::statistics() const {
   }
   s.books.fill(all);
   s.supply.fill(all);
-  count_inactive_splits(s.all_arenas, all);
+  for (const auto& [its, one] : s.pools) {
+    if (its != pool_id{}) all.reserved_bytes_by_private_pools.emplace(its, one->reserved_bytes);
+  }
+  s.count_inactive_splits();
+  all.inactive_split = s.inactive_split;
+  all.inactive_split_bytes = s.inactive_split_bytes;
   all.num_alloc_retries = s.retries;
   all.num_ooms = s.ooms;
   all.num_oom_rejections = s.rejections;
@@ -77,7 +92,8 @@ allocator_statistics caching_allocator::statistics(pool_id its) const {
   const auto lock = s.enter();
   const pool_record& one = s.pool(its);
   allocator_statistics all;
-  count_inactive_splits(one.arenas, all);
+  count_inactive_splits(one.arenas, all.inactive_split, all.inactive_split_bytes);
+  all.reserved_bytes = one.reserved_bytes;
   for (arena* each : one.arenas) {
     const std::lock_guard held(each->guard());
     const bool small = each->kind() == size_class::small;
@@ -86,11 +102,11 @@ allocator_statistics caching_allocator::statistics(pool_id its) const {
       (small ? to.small_pool : to.large_pool).add(amount);
     };
     for (const segment_record* segment : each->segments) {
-      std::int64_t backed = 0;
+      bool backed = false;
       for (const block* b = segment->first; b != nullptr; b = b->after) {
         if (b->use == block_use::hole) continue;
         const auto bytes = static_cast<std::int64_t>(b->bytes);
-        backed += bytes;
+        backed = true;
         const bool live = b->live();
         if (live || b->use == block_use::pending) {
           add(all.active, 1);
@@ -101,9 +117,8 @@ allocator_statistics caching_allocator::statistics(pool_id its) const {
         add(all.allocated_bytes, bytes);
         add(all.requested_bytes, static_cast<std::int64_t>(b->requested));
       }
-      if (backed == 0) continue;
+      if (!backed) continue;
       add(all.segment, segment->expandable() ? segment->range->backed_handles() : 1);
-      add(all.reserved_bytes, backed);
     }
   }
   return all;
@@ -115,8 +130,12 @@ void caching_allocator::reset_peaks() {
   if (s.other) return s.other->reset_peaks();
   s.books.reset_peaks();
   s.supply.reset_peaks();
+  for (const auto& [its, one] : s.pools) one->reserved_bytes.reset_peaks();
+  s.count_inactive_splits();
+  s.inactive_split.reset_peaks();
+  s.inactive_split_bytes.reset_peaks();
   const std::lock_guard oversize(s.oversize_guard);
-  s.oversize_allocations.peak = s.oversize_allocations.current;
+  s.oversize_allocations.reset_peak();
 }
 
 void caching_allocator::reset_totals() {
@@ -128,9 +147,13 @@ void caching_allocator::reset_totals() {
   }
   s.books.reset_totals();
   s.supply.reset_totals();
+  for (const auto& [its, one] : s.pools) one->reserved_bytes.reset_totals();
+  s.count_inactive_splits();
+  s.inactive_split.reset_totals();
+  s.inactive_split_bytes.reset_totals();
   s.retries = s.ooms = s.rejections = s.full_waits = 0;
   const std::lock_guard oversize(s.oversize_guard);
-  s.oversize_allocations.allocated = s.oversize_allocations.freed = 0;
+  s.oversize_allocations.reset_totals();
 }
 
 cache_information caching_allocator::cache_info() const {
@@ -190,6 +213,7 @@ std::size_t caching_allocator::empty_cache(std::optional<pool_id> pool) {
     while (s.captures == 0 && s.wait_for_event(*one, false)) {
     }
   }
+  if (s.captures == 0) ++s.full_waits;
   const std::size_t given = s.give_back(static_cast<std::size_t>(-1), only);
   std::vector<pool_record*> unused;
   for (const auto& [its, one] : s.pools) {

@@ -237,6 +237,7 @@ class caching_allocator {
   // --- what happens ---------------------------------------------------------------------------
 
   allocator_statistics statistics() const;
+  /// Of one pool, and as it is now: of its past only reserved_bytes tells.
   allocator_statistics statistics(pool_id pool) const;
   void reset_peaks();
   void reset_totals();
