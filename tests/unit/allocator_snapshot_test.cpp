@@ -165,6 +165,18 @@ TEST(allocator_snapshot, errors_name_the_byte) {
   for (const auto& [bytes, says] : cases) EXPECT_THAT(refusal(bytes), HasSubstr(says));
 }
 
+TEST(allocator_snapshot, names_that_it_does_not_know_are_told) {
+  for (const std::string known : {"segment_free", "active_allocated", "small"}) {
+    std::string bytes = to_pickle(sample());
+    std::string unknown = known;
+    unknown.back() = 'x';
+    for (std::size_t at = 0; (at = bytes.find(known, at)) != std::string::npos;) {
+      bytes.replace(at, known.size(), unknown);
+    }
+    EXPECT_THAT(refusal(bytes), HasSubstr("'" + unknown + "'"));
+  }
+}
+
 // --- the history that fills it -------------------------------------------------------------------
 
 TEST(allocator_history, nothing_is_wanted_once_the_last_listener_is_gone) {
