@@ -14,6 +14,8 @@
 #include <thread>
 #include <vector>
 
+#include <sys/sysinfo.h>
+
 namespace evmm::test {
 namespace {
 
@@ -206,6 +208,20 @@ TEST_F(pinned_allocator, ordinary_pages_are_touched_and_registered) {
   for (const unsigned wrong : {0U, 3U, 256U}) {
     EXPECT_THROW(make({.register_threads = wrong}), invalid_argument);
   }
+}
+
+TEST_F(pinned_allocator, more_ordinary_pages_than_the_machine_has_are_refused_untouched) {
+  struct sysinfo machine {};
+  ASSERT_EQ(::sysinfo(&machine), 0);
+  const std::size_t physical = machine.totalram * machine.mem_unit;
+  const auto pinned = make({.use_host_register = true});
+  try {
+    static_cast<void>(pinned->allocate(physical + 1_GiB));
+    FAIL() << "there is no such memory";
+  } catch (const out_of_memory& failure) {
+    EXPECT_THAT(failure.what(), HasSubstr("of host memory are free"));
+  }
+  pinned->free(pinned->allocate(1_MiB));
 }
 
 TEST_F(pinned_allocator, small_requests_come_from_the_reserve_segment) {
