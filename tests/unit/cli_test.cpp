@@ -78,6 +78,12 @@ TEST(cli_limits, memory_limit) {
   EXPECT_EQ(judge_memory_limit(1_GiB, 2_GiB, 64_GiB).level, status::fail);
 }
 
+TEST(cli_limits, allocator_options) {
+  EXPECT_EQ(judge_allocator_options("", "").found, "the defaults");
+  EXPECT_EQ(judge_allocator_options("", "handle_fraction:8").found, "handle_fraction:8");
+  EXPECT_EQ(judge_allocator_options("no such key", "").level, status::fail);
+}
+
 TEST(cli_limits, control_groups_of_both_versions) {
   const auto second = parse_cgroup("0::/user.slice/job\n");
   ASSERT_TRUE(second);
