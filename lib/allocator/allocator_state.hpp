@@ -15,6 +15,7 @@
 #include "lib/support/fork_guard.hpp"
 
 #include <evmm/allocator/caching_allocator.hpp>
+#include <evmm/error.hpp>
 
 #include <atomic>
 #include <cstdint>
@@ -100,6 +101,7 @@ struct caching_allocator::state {
   [[noreturn]] void fail(const arena& from, std::size_t size, std::size_t bytes, bool rejected,
                          std::unique_lock<std::recursive_mutex>& lock);
   oom_report report_of(std::size_t bytes, bool rejected) const;
+  void record(const oom_report& report, const arena& from);
   void tell(const oom_report& report);  ///< with no lock held
   /// By another backend, which has no ladder of its own.
   void* allocate_elsewhere(std::size_t bytes, native_stream stream);
@@ -115,6 +117,12 @@ struct caching_allocator::state {
   std::unique_lock<std::recursive_mutex> enter() const {
     process.check();
     return std::unique_lock(slow);
+  }
+
+  /// Refuses a function that cannot be called here, rather than wherever it is called.
+  template <class Function>
+  static void check_callable(const Function& given, const char* whose) {
+    if (!given) throw invalid_argument(std::string(whose) + " is given no function to call");
   }
 
   // --- pools (pools.cpp) ----------------------------------------------------------------------

@@ -117,6 +117,7 @@ void caching_allocator::state::drop_if_unused(pool_record& gone) {
 void caching_allocator::begin_allocate_to_pool(pool_id its,
                                                std::function<bool(native_stream)> filter) {
   state& s = *state_;
+  state::check_callable(filter, "begin_allocate_to_pool");
   const auto lock = s.enter();
   s.pool(its);
   const std::unique_lock guard(s.arenas_guard);

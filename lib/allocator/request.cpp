@@ -188,6 +188,7 @@ caching_allocator::state::taken caching_allocator::state::request(
       if (held.owns_lock()) held.unlock();
       ++ooms;
       const oom_report report = report_of(bytes, false);
+      record(report, from);
       lock.unlock();
       tell(report);
     }
@@ -295,6 +296,17 @@ oom_report caching_allocator::state::report_of(std::size_t bytes, bool rejected)
           .rejected = rejected};
 }
 
+void caching_allocator::state::record(const oom_report& report, const arena& from) {
+  if (!happened.wanted()) return;
+  happened.record(
+      {.action = trace_action::oom,
+       .at = report.free_bytes,
+       .bytes = report.requested_bytes,
+       .stream = from.stream(),
+       .pool = from.pool().id,
+       .stack = happened.wants_stack(trace_action::oom) ? call_stack::here() : nullptr});
+}
+
 void caching_allocator::state::tell(const oom_report& report) {
   std::vector<std::shared_ptr<std::function<void(const oom_report&)>>> observers;
   {
@@ -328,15 +340,7 @@ void caching_allocator::state::fail(const arena& from, std::size_t size, std::si
   if (rejected) ++rejections;
   const oom_report report = report_of(bytes, rejected);
   const out_of_memory failure = out_of_memory_text(*this, from, size, report);
-  if (happened.wanted()) {
-    happened.record(
-        {.action = trace_action::oom,
-         .at = report.free_bytes,
-         .bytes = bytes,
-         .stream = from.stream(),
-         .pool = from.pool().id,
-         .stack = happened.wants_stack(trace_action::oom) ? call_stack::here() : nullptr});
-  }
+  record(report, from);
   lock.unlock();
   tell(report);
   throw failure;

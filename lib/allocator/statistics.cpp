@@ -392,6 +392,7 @@ allocator_snapshot caching_allocator::snapshot(std::optional<pool_id> pool, bool
 caching_allocator::subscription caching_allocator::on_out_of_memory(
     std::function<void(const oom_report&)> observer) {
   state_->process.check();
+  state::check_callable(observer, "on_out_of_memory");
   auto kept = std::make_shared<std::function<void(const oom_report&)>>(std::move(observer));
   const std::lock_guard lock(state_->observers_guard);
   state_->oom_observers.push_back(kept);
@@ -401,11 +402,13 @@ caching_allocator::subscription caching_allocator::on_out_of_memory(
 caching_allocator::subscription caching_allocator::on_trace(
     std::function<void(const trace_entry&)> observer) {
   state_->process.check();
+  state::check_callable(observer, "on_trace");
   return state_->happened.listen(std::move(observer));
 }
 
 caching_allocator::subscription caching_allocator::on_shortage(std::function<bool()> callback) {
   state_->process.check();
+  state::check_callable(callback, "on_shortage");
   auto kept = std::make_shared<std::function<bool()>>(std::move(callback));
   const std::lock_guard lock(state_->observers_guard);
   state_->shortage_callbacks.push_back(kept);

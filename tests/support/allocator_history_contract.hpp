@@ -247,6 +247,9 @@ TEST_P(allocator_history_contract, an_out_of_memory_is_an_event) {
   EXPECT_EQ(found->bytes, 64_MiB);
   EXPECT_GT(found->at, 64_MiB) << "what is free on the device";
   EXPECT_FALSE(found->frames.empty()) << "who asked for too much";
+  allocator->record_history({});
+  EXPECT_THROW((void)allocator->allocate(std::size_t{1} << 50), out_of_memory);
+  EXPECT_EQ(actions(), (std::vector<trace_action>{trace_action::oom})) << "no addresses for it";
 }
 
 TEST_P(allocator_history_contract, observers_hear_after_a_map_and_before_an_unmap) {
@@ -271,6 +274,18 @@ TEST_P(allocator_history_contract, observers_hear_after_a_map_and_before_an_unma
   observer.reset();
   allocator->free(allocator->allocate(6_MiB));
   EXPECT_EQ(maps, 3u);
+}
+
+TEST_P(allocator_history_contract, functions_that_cannot_be_called_are_refused) {
+  make();
+  const auto refused = [&](const std::function<void()>& call) {
+    return says(refusal(call), "is given no function to call");
+  };
+  EXPECT_TRUE(refused([&] { (void)allocator->on_trace(nullptr); }));
+  EXPECT_TRUE(refused([&] { (void)allocator->on_out_of_memory(nullptr); }));
+  EXPECT_TRUE(refused([&] { (void)allocator->on_shortage(nullptr); }));
+  EXPECT_TRUE(refused([&] { allocator->begin_allocate_to_pool(pool_id{}, nullptr); }));
+  allocator->free(allocator->allocate(6_MiB));
 }
 
 TEST_P(allocator_history_contract, observers_hear_before_a_segment_is_given_back) {
