@@ -171,12 +171,15 @@ arena& caching_allocator::state::find_arena(native_stream stream, size_class kin
 
 void caching_allocator::state::note(trace_action action, const arena& where,
                                     const block& what) noexcept {
+  const bool taken = action == trace_action::alloc;  // then its stack was taken just now
   happened.record({.action = action,
                    .at = what.at,
                    .bytes = what.requested,
                    .stream = where.stream(),
                    .pool = where.pool().id,
-                   .stack = happened.wants_stack(action) ? call_stack::here() : nullptr});
+                   .stack = taken                          ? what.stack
+                            : happened.wants_stack(action) ? call_stack::here()
+                                                           : nullptr});
 }
 
 void* caching_allocator::state::hand_out(arena& from, block& taken, std::size_t bytes,
