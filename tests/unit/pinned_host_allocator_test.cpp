@@ -132,6 +132,16 @@ TEST_F(pinned_allocator, streams_of_other_devices_are_named_with_their_device) {
   on->destroy_stream(stream);
 }
 
+TEST_F(pinned_allocator, a_stream_of_no_device_is_refused_before_it_counts) {
+  const auto pinned = make();
+  void* const block = pinned->allocate(1_MiB);
+  for (const int wrong : {-1, 2, 9}) {
+    EXPECT_THROW(pinned->record(block, nullptr, device_id{wrong}), invalid_argument);
+  }
+  pinned->free(block);
+  EXPECT_EQ(pinned->statistics().active_requests.current, 0);
+}
+
 TEST_F(pinned_allocator, a_captured_stream_is_busy_until_its_capture_has_ended) {
   const auto pinned = make();
   const auto stream = on->create_stream({0});
