@@ -2,6 +2,8 @@
 // Runs `evmm replay` as a user does, on the host driver.
 #include "tests/support/recorded_traces.hpp"
 
+#include <evmm/allocator/snapshot.hpp>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
@@ -112,6 +114,21 @@ TEST_F(replay_program, follows_the_configuration) {
   EXPECT_EQ(reserved("--config '  expandable_segments : False '"), native);
   EXPECT_EQ(reserved("", "PYTORCH_ALLOC_CONF=expandable_segments:False"), native);
   EXPECT_GT(reserved("--backend none"), 0);
+}
+
+TEST_F(replay_program, what_a_snapshot_does_not_tell_is_said) {
+  allocator_snapshot taken;
+  const auto entry = [](trace_action action, address at) {
+    return trace_entry{.action = action, .at = at, .bytes = 512};
+  };
+  taken.device_traces = {{entry(trace_action::free_requested, 0x1000),
+                          entry(trace_action::free_completed, 0x1000),
+                          entry(trace_action::alloc, 0x2000)}};
+  std::ofstream(trace_, std::ios::binary) << to_pickle(taken);
+  const auto [code, text] = run(trace_);
+  EXPECT_EQ(code, 0) << errors();
+  EXPECT_THAT(text, HasSubstr(": 1 events"));
+  EXPECT_THAT(errors(), HasSubstr(trace_ + ": 1 frees of what was allocated before"));
 }
 
 TEST_F(replay_program, what_cannot_be_is_refused) {
