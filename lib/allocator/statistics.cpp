@@ -23,11 +23,6 @@ void count_inactive_splits(const std::vector<arena*>& arenas, pool_statistic& co
   std::int64_t found_bytes[2] = {0, 0};
   for (arena* one : arenas) {
     const std::lock_guard held(one->guard());
-    // Looking changes nothing where there is nothing to count.
-    if (std::all_of(one->segments.begin(), one->segments.end(),
-                    [](const segment_record* segment) { return segment->expandable(); })) {
-      continue;
-    }
     one->merge_recent();
     const auto kind = static_cast<std::size_t>(one->kind());
     one->for_each_free(0, [&](const block* free) {

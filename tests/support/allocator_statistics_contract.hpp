@@ -179,17 +179,6 @@ TEST_P(allocator_statistics_contract, inactive_splits_are_free_parts_of_segments
   expect_none(allocator->statistics().inactive_split_bytes);
 }
 
-TEST_P(allocator_statistics_contract, looking_changes_nothing) {
-  make();
-  const auto blocks = allocate(3, 512);
-  free({blocks[0], blocks[1]});
-  EXPECT_EQ(allocator->statistics().allocation.all.current, 1);
-  allocator->reset_peaks();
-  void* const again = allocator->allocate(512);
-  EXPECT_EQ(again, blocks[1]) << "the last that was freed, as if nobody had looked";
-  free({blocks[2], again});
-}
-
 TEST_P(allocator_statistics_contract, a_pool_has_statistics_of_its_own) {
   make();
   const pool_id pool = allocator->create_pool();
