@@ -2,6 +2,7 @@
 #include "lib/allocator/history.hpp"
 
 #include "lib/support/log.hpp"
+#include "lib/support/thread_object.hpp"
 
 #include <fmt/format.h>
 
@@ -62,8 +63,7 @@ std::vector<stack_frame> call_stack::resolve() const {
 }
 
 thread_notes& thread_notes::mine() {
-  thread_local thread_notes notes;
-  return notes;
+  return thread_object<thread_notes>();
 }
 
 bool history::wants_stack(trace_action action) const noexcept {

@@ -2,6 +2,7 @@
 #include "lib/torch/device_allocators.hpp"
 
 #include "lib/support/log.hpp"
+#include "lib/support/thread_object.hpp"
 
 #include <evmm/error.hpp>
 
@@ -95,8 +96,7 @@ allocator_snapshot device_allocator::snapshot() const {
 
 /// What the calling thread has begun, innermost last.
 std::vector<std::pair<const device_allocator*, tier_choice>>& device_allocator::begun_tiers() {
-  static thread_local std::vector<std::pair<const device_allocator*, tier_choice>> its;
-  return its;
+  return thread_object<std::vector<std::pair<const device_allocator*, tier_choice>>>();
 }
 
 std::optional<tier_choice> device_allocator::innermost() const {

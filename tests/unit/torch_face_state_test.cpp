@@ -285,6 +285,29 @@ TEST_F(torch_face, threads) {
   }
 }
 
+/// What a thread keeps, and frees when it ends.
+struct kept_by_a_thread {
+  static inline std::string said;
+  void* at = nullptr;
+  ~kept_by_a_thread() {
+    free(at);
+    free(static_cast<void*>(&said));
+    said = last_error();
+  }
+};
+
+TEST_F(torch_face, a_thread_frees_as_late_as_it_likes) {
+  std::thread([] {
+    static thread_local kept_by_a_thread kept;  // made before the thread's first error
+    kept.at = nullptr;
+    EXPECT_EQ(allocate(-1), nullptr);
+    kept.at = allocate(k_mib);
+    EXPECT_EQ(allocate(-1), nullptr);
+  }).join();
+  EXPECT_THAT(kept_by_a_thread::said, HasSubstr("it is no live allocation"));
+  EXPECT_EQ(statistics()["allocation.all.current"], 0);
+}
+
 TEST_F(torch_face, a_forked_child_gets_nothing_and_frees_nothing) {
   void* const at = allocate(1000);
   ASSERT_NE(at, nullptr);
