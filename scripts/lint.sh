@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Layout and static checks. See --help.
 
-source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
+source "$(dirname -- "$(realpath -- "${BASH_SOURCE[0]}")")/lib.sh"
 
 usage() {
   cat <<'TEXT'

@@ -132,16 +132,20 @@ EVMM_TORCH_API int evmm_torch_configure(const char* text);
 /** As evmm_torch_reset, of one device. */
 EVMM_TORCH_API int evmm_torch_empty_cache(int device);
 /** Writes the statistics as one JSON object of integers to `json`, at most `bytes` with the ending
- * 0. Names are those of torch.cuda.memory_stats ("allocated_bytes.all.current", "num_ooms") and
- * evmm's own ("host_tier_bytes", "mapped_bytes", "handles_recycled", "handles_claimed"). Returns
+ * 0. Names are those of torch.cuda.memory_stats ("allocated_bytes.all.current", "num_ooms",
+ * "reserved_bytes_by_private_pools.7_0.all.peak" of the pool that PyTorch calls (7, 0)) and evmm's
+ * own ("host_tier_bytes", "mapped_bytes", "handles_recycled", "handles_claimed"). Returns
  * the length of the whole text, as snprintf does, or a negative code. `json` may be null with 0
  * bytes.
  */
 EVMM_TORCH_API int evmm_torch_statistics(int device, char* json, size_t bytes);
 /** Peaks begin anew at what is current. */
 EVMM_TORCH_API int evmm_torch_reset_peaks(int device);
+/** Sums and counts ("....allocated", "....freed", "num_ooms") begin anew at 0. */
+EVMM_TORCH_API int evmm_torch_reset_totals(int device);
 /** Writes the pickle that torch.cuda.memory._dump_snapshot would, for PyTorch's memory viewer.
- * Device -1 is every device in use. */
+ * Device -1 is every device in use. Pools have PyTorch's names; those behind evmm_torch_begin_tiers
+ * and the pairs above, which have none there, have one number twice. */
 EVMM_TORCH_API int evmm_torch_snapshot(int device, const char* path);
 /** What is recorded for snapshots: `level` is "off", "state" (stacks of what is live), "alloc" or
  * "all"; `stacks`, when not 0, adds C++ stacks; `max_entries` events are kept. Earlier events are

@@ -15,6 +15,7 @@
 #include "lib/support/fork_guard.hpp"
 
 #include <evmm/allocator/caching_allocator.hpp>
+#include <evmm/error.hpp>
 
 #include <atomic>
 #include <cstdint>
@@ -104,14 +105,28 @@ struct caching_allocator::state {
   [[noreturn]] void fail(const arena& from, std::size_t size, std::size_t bytes, bool rejected,
                          std::unique_lock<std::recursive_mutex>& lock);
   oom_report report_of(std::size_t bytes, bool rejected) const;
-  void note(const arena& from, const oom_report& report);
+  void record(const oom_report& report, const arena& from);
   void tell(const oom_report& report);  ///< with no lock held
   /// By another backend, which has no ladder of its own.
   void* allocate_elsewhere(std::size_t bytes, native_stream stream);
   std::size_t reservation_for(const arena& of, tier where) const;
   std::size_t limit() const;
+  void count_inactive_splits();
   bool capturing(native_stream stream) const {
     return on->capture(stream).status != capture_status::none;
+  }
+
+  /// Takes `slow` for a call from outside. Throws invalid_argument in a forked child: what a thread
+  /// of the parent had locked stays locked there.
+  std::unique_lock<std::recursive_mutex> enter() const {
+    process.check();
+    return std::unique_lock(slow);
+  }
+
+  /// Refuses a function that cannot be called here, rather than wherever it is called.
+  template <class Function>
+  static void check_callable(const Function& given, const char* whose) {
+    if (!given) throw invalid_argument(std::string(whose) + " is given no function to call");
   }
 
   // --- pools (pools.cpp) ----------------------------------------------------------------------
@@ -177,6 +192,7 @@ struct caching_allocator::state {
 
   // Scalars of the statistics; under `slow`, oversize under its own lock.
   std::int64_t retries = 0, ooms = 0, rejections = 0, full_waits = 0;
+  pool_statistic inactive_split, inactive_split_bytes;
   std::mutex oversize_guard;
   statistic oversize_allocations;
 

@@ -70,17 +70,19 @@ caching_allocator::state::state(std::shared_ptr<driver> driver, device_id its,
       events(on, its),
       happened(its),
       other(make_other_backend(on, its, wanted)),
-      supply(
-          on, its, options, pages,
-          [this](trace_action action, const arena& where, address at, std::size_t bytes) {
-            if (!happened.wanted()) return;
-            happened.record({.action = action,
-                             .at = at,
-                             .bytes = bytes,
-                             .stream = where.stream(),
-                             .pool = where.pool().id,
-                             .stack = happened.wants_stack(action) ? call_stack::here() : nullptr});
-          }) {
+      supply(on, its, options, pages,
+             [this](trace_action action, const arena& where, address at, std::size_t bytes) {
+               std::shared_ptr<const call_stack> stack;
+               if (!happened.wanted()) return stack;
+               if (happened.wants_stack(action)) stack = call_stack::here();
+               happened.record({.action = action,
+                                .at = at,
+                                .bytes = bytes,
+                                .stream = where.stream(),
+                                .pool = where.pool().id,
+                                .stack = stack});
+               return stack;
+             }) {
   forget_at_fork();
   auto first = std::make_unique<pool_record>();
   first->expandable = wanted.expandable_segments;
@@ -177,12 +179,15 @@ arena& caching_allocator::state::find_arena(native_stream stream, size_class kin
 
 void caching_allocator::state::note(trace_action action, const arena& where,
                                     const block& what) noexcept {
+  const bool taken = action == trace_action::alloc;  // then its stack was taken just now
   happened.record({.action = action,
                    .at = what.at,
-                   .bytes = what.bytes,
+                   .bytes = what.requested,
                    .stream = where.stream(),
                    .pool = where.pool().id,
-                   .stack = happened.wants_stack(action) ? call_stack::here() : nullptr});
+                   .stack = taken                          ? what.stack
+                            : happened.wants_stack(action) ? call_stack::here()
+                                                           : nullptr});
 }
 
 void* caching_allocator::state::hand_out(arena& from, block& taken, std::size_t bytes,
@@ -391,6 +396,7 @@ void caching_allocator::free(void* pointer) {
 void caching_allocator::record_stream(void* at, native_stream stream) {
   state& s = *state_;
   if (at == nullptr) return;
+  s.process.check();
   if (s.other) return s.other->record_stream(at, stream);
   std::unique_lock<spin_lock> held;
   block* const used = s.live_block(as_address(at), held);
@@ -404,12 +410,14 @@ void caching_allocator::record_stream(void* at, native_stream stream) {
 }
 
 bool caching_allocator::owns(const void* at) const noexcept {
+  if (state_->process.forked()) return false;
   if (state_->other) return state_->other->owns(at);
   std::unique_lock<spin_lock> held;
   return state_->live_block(as_address(at), held) != nullptr;
 }
 
 allocation_place caching_allocator::base_allocation(const void* at) const {
+  state_->process.check();
   if (state_->other) return state_->other->place(at);
   std::unique_lock<spin_lock> held;
   const block* const live = state_->live_block(as_address(at), held);

@@ -30,6 +30,7 @@ struct handle_record {
   memory_ptr memory;
   std::uint64_t serial = 0;  ///< tells it from every other handle of the allocator
   span_record* home = nullptr;
+  std::shared_ptr<const call_stack> stack = {};  ///< of its last move home, when that is recorded
   std::vector<std::unique_ptr<span_record>> spans = {};
   // During one search, for handles that no live block touches:
   arena* giver = nullptr;  ///< whose free block the home lies in; null when it is not free

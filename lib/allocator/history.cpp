@@ -2,6 +2,7 @@
 #include "lib/allocator/history.hpp"
 
 #include "lib/support/log.hpp"
+#include "lib/support/thread_object.hpp"
 
 #include <fmt/format.h>
 
@@ -62,15 +63,15 @@ std::vector<stack_frame> call_stack::resolve() const {
 }
 
 thread_notes& thread_notes::mine() {
-  thread_local thread_notes notes;
-  return notes;
+  return thread_object<thread_notes>();
 }
 
 bool history::wants_stack(trace_action action) const noexcept {
   const auto level = static_cast<history_level>(stacks_.load(std::memory_order_relaxed));
   if (level == history_level::off) return false;
   return level == history_level::all || action == trace_action::alloc ||
-         action == trace_action::segment_alloc || action == trace_action::segment_map;
+         action == trace_action::segment_alloc || action == trace_action::segment_map ||
+         action == trace_action::oom;
 }
 
 void history::update_wanted() {
@@ -91,6 +92,7 @@ void history::configure(const history_options& options) {
     const std::size_t kept = std::min(ring_.size(), options.max_entries);
     ring_.erase(ring_.begin(), ring_.end() - static_cast<std::ptrdiff_t>(kept));
     next_ = 0;
+    trim_annotations();
   }
   stacks_.store(static_cast<std::uint8_t>(options.stacks ? options.level : history_level::off),
                 std::memory_order_relaxed);
@@ -115,6 +117,8 @@ void history::record(const event& what) noexcept {
       for (const auto& listener : listeners_) {
         if (auto alive = listener.lock()) listeners.push_back(std::move(alive));
       }
+      // Where nobody listens any more the hot path need not come here.
+      if (listeners.size() < listeners_.size()) drop_deaf();
       const bool skipped =
           std::find(options_.skip.begin(), options_.skip.end(), what.action) != options_.skip.end();
       if ((options_.level == history_level::alloc || options_.level == history_level::all) &&
@@ -160,19 +164,29 @@ std::vector<trace_entry> history::entries() const {
 void history::annotate(std::vector<std::pair<std::string, std::string>> values) {
   const std::lock_guard lock(guard_);
   annotations_.push_back({device_.value, now_us(), std::move(values)});
+  trim_annotations();
+}
+
+/// As many are kept as events: a program may annotate each of its steps.
+void history::trim_annotations() {
+  while (annotations_.size() > options_.max_entries) annotations_.pop_front();
 }
 
 std::vector<annotation> history::annotations() const {
   const std::lock_guard lock(guard_);
-  return annotations_;
+  return {annotations_.begin(), annotations_.end()};
+}
+
+void history::drop_deaf() {
+  std::erase_if(listeners_, [](const auto& old) { return old.expired(); });
+  update_wanted();
 }
 
 caching_allocator::subscription history::listen(std::function<void(const trace_entry&)> listener) {
   auto kept_alive = std::make_shared<listener_function>(std::move(listener));
   const std::lock_guard lock(guard_);
-  std::erase_if(listeners_, [](const auto& old) { return old.expired(); });
   listeners_.push_back(kept_alive);
-  update_wanted();
+  drop_deaf();
   return kept_alive;
 }
 

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -63,6 +64,9 @@ class history {
 
   trace_entry describe(const kept& one, bool stacks) const;
   void update_wanted();
+  void trim_annotations();
+  /// Forgets listeners that are gone.
+  void drop_deaf();
 
   device_id device_;
   std::atomic<bool> wanted_ = false;
@@ -71,7 +75,7 @@ class history {
   history_options options_{.level = history_level::off};
   std::vector<kept> ring_;
   std::size_t next_ = 0;  ///< where the ring, once full, is written
-  std::vector<annotation> annotations_;
+  std::deque<annotation> annotations_;
   std::vector<std::weak_ptr<listener_function>> listeners_;
 };
 

@@ -48,6 +48,10 @@ void memory_supply::hold(size_class kind, tier where, std::int64_t bytes) noexce
   ++(bytes > 0 ? made_ : released_);
 }
 
+void memory_supply::hold_in_pool(const arena& of, std::int64_t bytes) noexcept {
+  count(of.pool().reserved_bytes, of.kind(), bytes);
+}
+
 handle_record* memory_supply::make(std::size_t bytes, tier where, size_class kind) {
   handles_.reserve(handles_.size() + 1);
   auto made = std::make_unique<handle_record>();
@@ -110,16 +114,26 @@ void memory_supply::leave(handle_record& taken, arena& needy) {
 
 void memory_supply::arrive(span_record& home, arena& needy, const block* near) {
   needy.reserve(2);
-  if (const span_record* const old = home.what.home; old != nullptr) {
+  const auto bytes = static_cast<std::int64_t>(home.bytes());
+  const span_record* const old = home.what.home;
+  if (old == nullptr) {
+    hold_in_pool(needy, bytes);
+  } else {
     const arena& giver = *old->in.segment.owner;
     tell_(trace_action::segment_unmap, giver, old->at(), old->bytes());
-    const auto bytes = static_cast<std::int64_t>(home.bytes());
-    if (giver.kind() != needy.kind()) {
-      for (const auto& [kind, sign] : {std::pair{giver.kind(), -1}, std::pair{needy.kind(), 1}}) {
-        (kind == size_class::small ? segment_.small_pool : segment_.large_pool).add(sign);
-        (kind == size_class::small ? reserved_bytes_.small_pool : reserved_bytes_.large_pool)
-            .add(sign * bytes);
-      }
+    const auto change_class = [&](pool_statistic& of, std::int64_t amount) {
+      if (giver.kind() == needy.kind()) return;
+      const bool to_small = needy.kind() == size_class::small;
+      (to_small ? of.large_pool : of.small_pool).add(-amount);
+      (to_small ? of.small_pool : of.large_pool).add(amount);
+    };
+    change_class(segment_, 1);
+    change_class(reserved_bytes_, bytes);
+    if (&giver.pool() == &needy.pool()) {
+      change_class(needy.pool().reserved_bytes, bytes);
+    } else {
+      hold_in_pool(giver, -bytes);
+      hold_in_pool(needy, bytes);
     }
   }
   home.what.home = &home;
@@ -127,7 +141,7 @@ void memory_supply::arrive(span_record& home, arena& needy, const block* near) {
   block* const hole = needy.covering(home.at(), near);
   needy.back(hole, home.at(), home.bytes());
   home.near = hole;
-  tell_(trace_action::segment_map, needy, home.at(), home.bytes());
+  home.what.stack = tell_(trace_action::segment_map, needy, home.at(), home.bytes());
 }
 
 // --- segments of one handle --------------------------------------------------------------------
@@ -182,13 +196,15 @@ bool memory_supply::add_segment(arena& needy, std::size_t bytes, const supply_te
   made->serial = ++last_serial_;
   pages_.add(made->segment.base, bytes, &made->segment);
   hold(needy.kind(), made->where(), static_cast<std::int64_t>(bytes));
+  hold_in_pool(needy, static_cast<std::int64_t>(bytes));
   const auto& split = options_.now().max_split_size;
   made->oversize = split && bytes >= *split;
   if (made->oversize) oversize_segments_.add(1);
   needy.add(made->segment, block_use::free);
   needy.segments.push_back(&made->segment);
   fixed_.push_back(std::move(made));
-  tell_(trace_action::segment_alloc, needy, fixed_.back()->segment.base, bytes);
+  fixed_memory& added = *fixed_.back();
+  added.stack = tell_(trace_action::segment_alloc, needy, added.segment.base, bytes);
   return true;
 }
 
@@ -202,6 +218,7 @@ void memory_supply::release(handle_record& gone) noexcept {
     span->in.set(span->at(), span->bytes(), nullptr);
   }
   hold(holder.kind(), gone.where(), -static_cast<std::int64_t>(gone.bytes()));
+  hold_in_pool(holder, -static_cast<std::int64_t>(gone.bytes()));
   std::erase_if(handles_, [&](const auto& handle) { return handle.get() == &gone; });
 }
 
@@ -211,6 +228,7 @@ void memory_supply::release(const arena& holder, fixed_memory& gone) noexcept {
   if (gone.oversize) oversize_segments_.add(-1);
   pages_.remove(segment.base, segment.bytes);
   hold(holder.kind(), gone.where(), -static_cast<std::int64_t>(segment.bytes));
+  hold_in_pool(holder, -static_cast<std::int64_t>(segment.bytes));
   std::erase_if(fixed_, [&](const auto& fixed) { return fixed.get() == &gone; });
 }
 
@@ -333,6 +351,7 @@ void memory_supply::drop(arena& gone) noexcept {
           span->in.set(span->at(), span->bytes(), nullptr);
         }
         hold(gone.kind(), handle->where(), -static_cast<std::int64_t>(handle->bytes()));
+        hold_in_pool(gone, -static_cast<std::int64_t>(handle->bytes()));
         return true;
       });
       pages_.remove(range.base(), range.end() - range.base());
@@ -379,20 +398,15 @@ void memory_supply::fill(allocator_statistics& into) const {
 }
 
 void memory_supply::reset_peaks() noexcept {
-  for (pool_statistic* one : {&segment_, &reserved_bytes_}) {
-    for (statistic* part : {&one->all, &one->small_pool, &one->large_pool})
-      part->peak = part->current;
-  }
-  oversize_segments_.peak = oversize_segments_.current;
+  segment_.reset_peaks();
+  reserved_bytes_.reset_peaks();
+  oversize_segments_.reset_peak();
 }
 
 void memory_supply::reset_totals() noexcept {
-  for (pool_statistic* one : {&segment_, &reserved_bytes_}) {
-    for (statistic* part : {&one->all, &one->small_pool, &one->large_pool}) {
-      part->allocated = part->freed = 0;
-    }
-  }
-  oversize_segments_.allocated = oversize_segments_.freed = 0;
+  segment_.reset_totals();
+  reserved_bytes_.reset_totals();
+  oversize_segments_.reset_totals();
   made_ = released_ = recycled_ = claimed_ = 0;
 }
 

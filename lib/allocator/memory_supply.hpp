@@ -51,8 +51,9 @@ class fixed_memory {
   tier where() const noexcept { return memory_ ? memory_->location().kind : tier::device; }
   const memory_ptr& memory() const noexcept { return memory_; }
   segment_record& segment = *record_;
-  std::uint64_t serial = 0;  ///< as handle_record::serial
-  bool oversize = false;     ///< counted so, whatever the options say now
+  std::uint64_t serial = 0;                      ///< as handle_record::serial
+  bool oversize = false;                         ///< counted so, whatever the options say now
+  std::shared_ptr<const call_stack> stack = {};  ///< of its allocation, when that is recorded
 
  private:
   std::unique_ptr<scratch_mapping> own_;
@@ -84,7 +85,9 @@ struct supply_terms {
 /// Threads: under the allocator's slow lock, which alone may hold several arenas' locks.
 class memory_supply {
  public:
-  using listener = std::function<void(trace_action, const arena&, address, std::size_t)>;
+  /// Told of what comes and goes; returns the stack that it recorded, if it did.
+  using listener = std::function<std::shared_ptr<const call_stack>(trace_action, const arena&,
+                                                                   address, std::size_t)>;
 
   memory_supply(std::shared_ptr<driver> on, device_id device, const live_options& options,
                 page_map& pages, listener tell);
@@ -165,6 +168,7 @@ class memory_supply {
   /// Refuses what a user's function should not have returned.
   void check_given(address at, std::size_t bytes, const pool_functions& by) const;
   void count(pool_statistic& of, size_class kind, std::int64_t amount) noexcept;
+  void hold_in_pool(const arena& of, std::int64_t bytes) noexcept;
   void hold(size_class kind, tier where, std::int64_t bytes) noexcept;
 
   std::shared_ptr<driver> on_;

@@ -75,11 +75,11 @@ class table_backend : public other_backend {
   }
   void reset_peaks() override {
     const std::lock_guard lock(guard_);
-    for (statistic* one : {&count_, &bytes_, &requested_}) one->peak = one->current;
+    for (statistic* one : {&count_, &bytes_, &requested_}) one->reset_peak();
   }
   void reset_totals() override {
     const std::lock_guard lock(guard_);
-    for (statistic* one : {&count_, &bytes_, &requested_}) one->allocated = one->freed = 0;
+    for (statistic* one : {&count_, &bytes_, &requested_}) one->reset_totals();
   }
 
  protected:

@@ -9,12 +9,6 @@ namespace evmm {
 
 namespace {
 
-/// All but the sums, counts and times, which start anew.
-void keep_current(statistic& which) {
-  which.allocated = 0;
-  which.freed = 0;
-}
-
 template <class Change>
 void each_statistic(pinned_statistics& all, Change&& change) {
   for (auto* const one : {&all.active_requests, &all.active_bytes, &all.allocations,
@@ -76,14 +70,14 @@ pinned_statistics pinned_host_allocator::statistics() const {
 void pinned_host_allocator::reset_peaks() {
   state_->process_.check();
   const std::lock_guard lock(state_->mutex_);
-  each_statistic(state_->counts_, [](statistic& one) { one.peak = one.current; });
+  each_statistic(state_->counts_, [](statistic& one) { one.reset_peak(); });
 }
 
 void pinned_host_allocator::reset_totals() {
   state_->process_.check();
   const std::lock_guard lock(state_->mutex_);
   pinned_statistics& all = state_->counts_;
-  each_statistic(all, keep_current);
+  each_statistic(all, [](statistic& one) { one.reset_totals(); });
   all.host_alloc = {};
   all.host_free = {};
   all.num_retries = 0;

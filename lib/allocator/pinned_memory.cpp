@@ -2,14 +2,37 @@
 #include "lib/allocator/pinned_memory.hpp"
 
 #include "lib/allocator/host_pages.hpp"
+#include "lib/support/format.hpp"
 #include "lib/support/log.hpp"
+#include "lib/support/node_memory.hpp"
 
 #include <evmm/error.hpp>
 #include <evmm/topology.hpp>
 
+#include <fmt/format.h>
+
 #include <utility>
 
 namespace evmm::pinned {
+
+namespace {
+
+/// Refuses more than the machine has free: past that, touching pages ends the process instead of
+/// failing.
+void check_room(std::size_t bytes) {
+  std::size_t free = 0;
+  for (const numa_node node : nodes_with_memory()) {
+    const auto memory = node_memory(node);
+    if (!memory) return;  // nobody tells
+    free += memory->free_bytes;
+  }
+  if (bytes <= free) return;
+  throw out_of_memory(fmt::format("cannot make {} of ordinary pages: {} of host memory are free",
+                                  format_bytes(bytes), format_bytes(free)),
+                      "ask for less, or free host memory");
+}
+
+}  // namespace
 
 memory_source::memory_source(std::shared_ptr<driver> on, device_id device,
                              const pinned_options& options)
@@ -45,6 +68,7 @@ segment memory_source::take(std::size_t bytes) {
 }
 
 segment memory_source::take_registered(std::size_t bytes, std::optional<numa_node> node) {
+  check_room(bytes);
   const address at = map_pages(bytes);
   try {
     if (node) bind_pages(at, bytes, *node, options_.placement.how == host_placement::policy::bind);

@@ -278,6 +278,8 @@ void pinned_host_allocator::state::count_free(const block& which) {
 
 bool pinned_host_allocator::state::record(const void* at, native_stream stream, device_id of) {
   process_.check();
+  // Else free() would find it, and could not free.
+  if (of.value < 0 || of.value >= on_->device_count()) static_cast<void>(on_->describe(of));
   const std::lock_guard lock(mutex_);
   block* const found = blocks_.find(reinterpret_cast<address>(at));
   if (found == nullptr || found->use != block_use::live) return false;

@@ -19,6 +19,7 @@ struct pool_record {
   int captures = 0;       ///< captures under way that allocate here
   bool captured = false;  ///< a graph may replay on its addresses: they stay backed as they are
   std::vector<arena*> arenas = {};
+  pool_statistic reserved_bytes = {};
 
   /// Whether its free memory may serve others.
   bool may_give() const noexcept { return captures == 0 && (!captured || users == 0); }

@@ -38,7 +38,7 @@ pool_id caching_allocator::create_pool(const pool_options& options) {
   if (options.functions && (!options.functions->allocate || !options.functions->free)) {
     throw invalid_argument("pool_functions needs both `allocate` and `free`");
   }
-  const std::lock_guard lock(s.slow);
+  const auto lock = s.enter();
   auto made = std::make_unique<pool_record>();
   made->id = pool_id{s.next_pool};
   made->options = options;
@@ -49,7 +49,7 @@ pool_id caching_allocator::create_pool(const pool_options& options) {
 }
 
 void caching_allocator::retain_pool(pool_id its) {
-  const std::lock_guard lock(state_->slow);
+  const auto lock = state_->enter();
   pool_record& one = state_->pool(its);
   if (one.users == 0) {
     throw invalid_argument(fmt::format("pool {} was released", static_cast<std::uint64_t>(its)));
@@ -59,7 +59,7 @@ void caching_allocator::retain_pool(pool_id its) {
 
 void caching_allocator::release_pool(pool_id its) {
   state& s = *state_;
-  const std::lock_guard lock(s.slow);
+  const auto lock = s.enter();
   pool_record& one = s.pool(its);
   if (its == pool_id{} || one.users == 0) {
     throw invalid_argument(
@@ -69,7 +69,7 @@ void caching_allocator::release_pool(pool_id its) {
 }
 
 int caching_allocator::pool_use_count(pool_id its) const {
-  const std::lock_guard lock(state_->slow);
+  const auto lock = state_->enter();
   return state_->pool(its).users;
 }
 
@@ -139,7 +139,8 @@ void caching_allocator::begin_allocate_to_pool(pool_id its,
                            "leave it out for the allocations of the calling thread");
   }
   state& s = *state_;
-  const std::lock_guard lock(s.slow);
+  state::check_callable(filter, "begin_allocate_to_pool");
+  const auto lock = s.enter();
   s.pool(its);
   const std::unique_lock guard(s.arenas_guard);
   s.routes.push_back({its, std::move(filter), std::this_thread::get_id()});
@@ -154,7 +155,7 @@ void caching_allocator::begin_allocate_to_pool(pool_id its) {
 
 void caching_allocator::end_allocate_to_pool(pool_id its) {
   state& s = *state_;
-  const std::lock_guard lock(s.slow);
+  const auto lock = s.enter();
   const std::unique_lock guard(s.arenas_guard);
   // The thread's own, where several threads go to one pool.
   auto last = std::find_if(s.routes.rbegin(), s.routes.rend(), [&](const state::route& one) {
@@ -176,7 +177,7 @@ void caching_allocator::end_allocate_to_pool(pool_id its) {
 
 bool caching_allocator::live_allocations_are(pool_id its,
                                              const std::vector<void*>& expected) const {
-  const std::lock_guard lock(state_->slow);
+  const auto lock = state_->enter();
   std::set<address> wanted;
   for (const void* at : expected) wanted.insert(reinterpret_cast<address>(at));
   std::size_t live = 0;
@@ -197,7 +198,7 @@ bool caching_allocator::live_allocations_are(pool_id its,
 
 void caching_allocator::begin_capture(pool_id its) {
   state& s = *state_;
-  const std::lock_guard lock(s.slow);
+  const auto lock = s.enter();
   pool_record& one = s.pool(its);
   if (its == pool_id{}) {
     throw invalid_argument(
@@ -211,7 +212,7 @@ void caching_allocator::begin_capture(pool_id its) {
 
 void caching_allocator::end_capture(pool_id its) {
   state& s = *state_;
-  const std::lock_guard lock(s.slow);
+  const auto lock = s.enter();
   pool_record& one = s.pool(its);
   if (one.captures == 0) {
     throw invalid_argument(
@@ -269,7 +270,7 @@ bool will_be_free(const arena& from, const pool_checkpoint::block_then& then,
 }  // namespace
 
 std::shared_ptr<const pool_checkpoint> caching_allocator::checkpoint(pool_id its) {
-  const std::lock_guard lock(state_->slow);
+  const auto lock = state_->enter();
   auto made = std::make_shared<pool_checkpoint>();
   made->of = its;
   for (arena* one : state_->pool(its).arenas) {
@@ -287,7 +288,7 @@ std::shared_ptr<const pool_checkpoint> caching_allocator::checkpoint(pool_id its
 caching_allocator::checkpoint_delta caching_allocator::restore(pool_id its,
                                                                const pool_checkpoint& to) {
   state& s = *state_;
-  const std::lock_guard lock(s.slow);
+  const auto lock = s.enter();
   pool_record& one = s.pool(its);
   if (to.of != its) {
     throw invalid_argument(fmt::format("the checkpoint is of pool {}, not of pool {}",

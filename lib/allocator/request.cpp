@@ -211,7 +211,7 @@ caching_allocator::state::taken caching_allocator::state::request(
       if (held.owns_lock()) held.unlock();
       ++ooms;
       const oom_report report = report_of(bytes, false);
-      note(now, report);
+      record(report, now);
       lock.unlock();
       tell(report);
     }
@@ -322,13 +322,15 @@ oom_report caching_allocator::state::report_of(std::size_t bytes, bool rejected)
           .rejected = rejected};
 }
 
-void caching_allocator::state::note(const arena& from, const oom_report& report) {
+void caching_allocator::state::record(const oom_report& report, const arena& from) {
   if (!happened.wanted()) return;
-  happened.record({.action = trace_action::oom,
-                   .at = report.free_bytes,
-                   .bytes = report.requested_bytes,
-                   .stream = from.stream(),
-                   .pool = from.pool().id});
+  happened.record(
+      {.action = trace_action::oom,
+       .at = report.free_bytes,
+       .bytes = report.requested_bytes,
+       .stream = from.stream(),
+       .pool = from.pool().id,
+       .stack = happened.wants_stack(trace_action::oom) ? call_stack::here() : nullptr});
 }
 
 void caching_allocator::state::tell(const oom_report& report) {
@@ -345,6 +347,7 @@ void caching_allocator::state::tell(const oom_report& report) {
 }
 
 void* caching_allocator::state::allocate_elsewhere(std::size_t bytes, native_stream stream) {
+  process.check();
   try {
     return other->allocate(bytes, stream, limit());
   } catch (const out_of_memory&) {
@@ -363,7 +366,7 @@ void caching_allocator::state::fail(const arena& from, std::size_t size, std::si
   if (rejected) ++rejections;
   const oom_report report = report_of(bytes, rejected);
   const out_of_memory failure = out_of_memory_text(*this, from, size, report);
-  note(from, report);
+  record(report, from);
   lock.unlock();
   tell(report);
   throw failure;

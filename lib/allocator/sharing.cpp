@@ -66,7 +66,7 @@ struct caching_allocator::state::shared_mapping {
 void caching_allocator::enable_peer(device_id peer) {
   state& s = *state_;
   if (peer == s.device) return;
-  const std::lock_guard lock(s.slow);
+  const auto lock = s.enter();
   if (s.other) s.other->enable_peer(peer);
   s.supply.enable_peer(peer);
   const access_grant grant{memory_location::on(peer)};
@@ -85,7 +85,7 @@ ipc_handle caching_allocator::export_allocation(const void* at) {
   if (s.other) {
     throw unsupported("this backend cannot share allocations", "use backend:native");
   }
-  const std::lock_guard lock(s.slow);
+  const auto lock = s.enter();
   std::unique_lock<spin_lock> held;
   const block* const live = s.live_block(reinterpret_cast<address>(at), held);
   if (live == nullptr) {
@@ -143,7 +143,7 @@ std::shared_ptr<void> caching_allocator::import_allocation(const ipc_handle& han
                     handle.fds.size()),
         "pass the descriptors in their order");
   }
-  std::unique_lock slowly(s.slow);
+  auto slowly = s.enter();
   const std::lock_guard lock(s.imports_guard);
   // A peer that is enabled from here on finds the import in the table.
   const std::vector<device_id> peers = s.supply.peers();

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "lib/allocator/options_grammar.hpp"
 #include "lib/allocator/pickle.hpp"
 
 #include <evmm/allocator/snapshot.hpp>
@@ -234,7 +235,8 @@ class snapshot_reader {
       } else if (key == "segment_type") {
         const std::string_view type = text(part, key);
         if (type != "large" && type != "small") {
-          refuse(part, "segment_type is neither large nor small");
+          refuse(part,
+                 fmt::format("segment_type is {}, neither large nor small", quote_option(type)));
         }
         segment.large = type == "large";
       } else if (key == "segment_pool_id") {
@@ -290,7 +292,9 @@ class snapshot_reader {
     }
     // The name in PyTorch's documentation.
     if (name == "active_awaiting_free") return block_state::active_pending_free;
-    refuse(value, "state is none of active_allocated, active_pending_free and inactive");
+    refuse(value, fmt::format("state is {}, none of active_allocated, active_pending_free and "
+                              "inactive",
+                              quote_option(name)));
   }
 
   std::vector<trace_entry> trace(const pickle_value& value, int device) {
@@ -339,7 +343,7 @@ class snapshot_reader {
     }
     // An earlier name of it.
     if (name == "user_defined") return trace_action::annotate;
-    refuse(value, "an action that a trace does not have");
+    refuse(value, fmt::format("the action {}, which a trace does not have", quote_option(name)));
   }
 
   annotation mark(const pickle_value& value) const {

@@ -17,26 +17,27 @@ namespace evmm {
 namespace {
 
 /// PyTorch counts free blocks beside others in segments of one handle.
-void count_inactive_splits(const std::vector<arena*>& arenas, allocator_statistics& into) {
+void count_inactive_splits(const std::vector<arena*>& arenas, pool_statistic& count,
+                           pool_statistic& bytes) {
+  std::int64_t found[2] = {0, 0};
+  std::int64_t found_bytes[2] = {0, 0};
   for (arena* one : arenas) {
     const std::lock_guard held(one->guard());
     one->merge_recent();
-    const bool small = one->kind() == size_class::small;
+    const auto kind = static_cast<std::size_t>(one->kind());
     one->for_each_free(0, [&](const block* free) {
       if (free->in->expandable() || (free->before == nullptr && free->after == nullptr)) return;
-      const auto bytes = static_cast<std::int64_t>(free->bytes);
-      into.inactive_split.all.add(1);
-      into.inactive_split_bytes.all.add(bytes);
-      (small ? into.inactive_split.small_pool : into.inactive_split.large_pool).add(1);
-      (small ? into.inactive_split_bytes.small_pool : into.inactive_split_bytes.large_pool)
-          .add(bytes);
+      ++found[kind];
+      found_bytes[kind] += static_cast<std::int64_t>(free->bytes);
     });
   }
-}
-
-void check_callable(bool callable, const char* call) {
-  if (callable) return;
-  throw invalid_argument(fmt::format("{} needs a function that can be called", call));
+  const auto change = [](pool_statistic& of, const std::int64_t(&now)[2]) {
+    of.all.add(now[0] + now[1] - of.all.current);
+    of.small_pool.add(now[0] - of.small_pool.current);
+    of.large_pool.add(now[1] - of.large_pool.current);
+  };
+  change(count, found);
+  change(bytes, found_bytes);
 }
 
 /// PyTorch's table: the divisions for sizes from 1 MiB to 32 GiB, by powers of two.
@@ -54,19 +55,27 @@ std::string divisions_text(const allocator_options& options) {
 
 }  // namespace
 
+void caching_allocator::state::count_inactive_splits() {
+  evmm::count_inactive_splits(all_arenas, inactive_split, inactive_split_bytes);
+}
+
 allocator_statistics caching_allocator::statistics() const {
   state& s = *state_;
+  const auto lock = s.enter();
   allocator_statistics all;
   if (s.other) {
     s.other->fill(all);
-    const std::lock_guard lock(s.slow);
     all.num_ooms = s.ooms;
     return all;
   }
-  const std::lock_guard lock(s.slow);
   s.books.fill(all);
   s.supply.fill(all);
-  count_inactive_splits(s.all_arenas, all);
+  for (const auto& [its, one] : s.pools) {
+    if (its != pool_id{}) all.reserved_bytes_by_private_pools.emplace(its, one->reserved_bytes);
+  }
+  s.count_inactive_splits();
+  all.inactive_split = s.inactive_split;
+  all.inactive_split_bytes = s.inactive_split_bytes;
   all.num_alloc_retries = s.retries;
   all.num_ooms = s.ooms;
   all.num_oom_rejections = s.rejections;
@@ -80,10 +89,11 @@ allocator_statistics caching_allocator::statistics() const {
 
 allocator_statistics caching_allocator::statistics(pool_id its) const {
   state& s = *state_;
-  const std::lock_guard lock(s.slow);
+  const auto lock = s.enter();
   const pool_record& one = s.pool(its);
   allocator_statistics all;
-  count_inactive_splits(one.arenas, all);
+  count_inactive_splits(one.arenas, all.inactive_split, all.inactive_split_bytes);
+  all.reserved_bytes = one.reserved_bytes;
   for (arena* each : one.arenas) {
     const std::lock_guard held(each->guard());
     const bool small = each->kind() == size_class::small;
@@ -92,11 +102,11 @@ allocator_statistics caching_allocator::statistics(pool_id its) const {
       (small ? to.small_pool : to.large_pool).add(amount);
     };
     for (const segment_record* segment : each->segments) {
-      std::int64_t backed = 0;
+      bool backed = false;
       for (const block* b = segment->first; b != nullptr; b = b->after) {
         if (b->use == block_use::hole) continue;
         const auto bytes = static_cast<std::int64_t>(b->bytes);
-        backed += bytes;
+        backed = true;
         const bool live = b->live();
         if (live || b->use == block_use::pending) {
           add(all.active, 1);
@@ -107,9 +117,8 @@ allocator_statistics caching_allocator::statistics(pool_id its) const {
         add(all.allocated_bytes, bytes);
         add(all.requested_bytes, static_cast<std::int64_t>(b->requested));
       }
-      if (backed == 0) continue;
+      if (!backed) continue;
       add(all.segment, segment->expandable() ? segment->range->backed_handles() : 1);
-      add(all.reserved_bytes, backed);
     }
   }
   return all;
@@ -117,32 +126,40 @@ allocator_statistics caching_allocator::statistics(pool_id its) const {
 
 void caching_allocator::reset_peaks() {
   state& s = *state_;
+  const auto lock = s.enter();
   if (s.other) return s.other->reset_peaks();
-  const std::lock_guard lock(s.slow);
   s.books.reset_peaks();
   s.supply.reset_peaks();
+  for (const auto& [its, one] : s.pools) one->reserved_bytes.reset_peaks();
+  s.count_inactive_splits();
+  s.inactive_split.reset_peaks();
+  s.inactive_split_bytes.reset_peaks();
   const std::lock_guard oversize(s.oversize_guard);
-  s.oversize_allocations.peak = s.oversize_allocations.current;
+  s.oversize_allocations.reset_peak();
 }
 
 void caching_allocator::reset_totals() {
   state& s = *state_;
-  const std::lock_guard lock(s.slow);
+  const auto lock = s.enter();
   if (s.other) {
     s.ooms = 0;
     return s.other->reset_totals();
   }
   s.books.reset_totals();
   s.supply.reset_totals();
+  for (const auto& [its, one] : s.pools) one->reserved_bytes.reset_totals();
+  s.count_inactive_splits();
+  s.inactive_split.reset_totals();
+  s.inactive_split_bytes.reset_totals();
   s.retries = s.ooms = s.rejections = s.full_waits = 0;
   const std::lock_guard oversize(s.oversize_guard);
-  s.oversize_allocations.allocated = s.oversize_allocations.freed = 0;
+  s.oversize_allocations.reset_totals();
 }
 
 cache_information caching_allocator::cache_info() const {
   state& s = *state_;
   if (s.other) return s.other->cache_info();
-  const std::lock_guard lock(s.slow);
+  const auto lock = s.enter();
   cache_information found;
   for (arena* one : s.all_arenas) {
     const std::lock_guard held(one->guard());
@@ -189,15 +206,15 @@ std::size_t caching_allocator::empty_cache(std::optional<pool_id> pool) {
   state& s = *state_;
   const device_scope here(*s.on, s.device);
   if (s.other) return s.other->empty_cache();
-  const std::lock_guard lock(s.slow);
+  const auto lock = s.enter();
   const pool_record* const only = pool ? &s.pool(*pool) : nullptr;
   s.settle_captured();
-  ++s.full_waits;
   for (arena* one : s.all_arenas) {
     if (only != nullptr && &one->pool() != only) continue;
     while (s.captures == 0 && s.wait_for_event(*one, false)) {
     }
   }
+  if (s.captures == 0) ++s.full_waits;
   const std::size_t given = s.give_back(static_cast<std::size_t>(-1), only);
   for (arena* one : s.all_arenas) {
     if ((only != nullptr && &one->pool() != only) || !one->pool().may_give()) continue;
@@ -218,7 +235,7 @@ void caching_allocator::set_memory_fraction(double fraction) {
   if (!(fraction >= 0 && fraction <= 1)) {
     throw invalid_argument(fmt::format("the memory fraction is {}, not in [0, 1]", fraction));
   }
-  const std::lock_guard lock(state_->slow);
+  const auto lock = state_->enter();
   allocator_options next = state_->options.now();
   next.per_process_memory_fraction = fraction;
   state_->options.set(next);
@@ -233,7 +250,7 @@ allocator_options caching_allocator::options() const {
 }
 
 void caching_allocator::configure(std::string_view text) {
-  const std::lock_guard lock(state_->slow);
+  const auto lock = state_->enter();
   const allocator_options& now = state_->options.now();
   const allocator_options next = parse_options(text, now);
   if (next.backend != now.backend) {
@@ -262,22 +279,24 @@ void caching_allocator::configure(std::string_view text) {
 }
 
 std::vector<expandable_size> caching_allocator::expandable_sizes() const {
-  const std::lock_guard lock(state_->slow);
+  const auto lock = state_->enter();
   return state_->supply.sizes();
 }
 
 void caching_allocator::set_stream_class(native_stream stream, const std::string& name) {
-  const std::lock_guard lock(state_->slow);
+  const auto lock = state_->enter();
   state_->stream_classes[stream] = name;
 }
 
 // --- history -----------------------------------------------------------------------------------
 
 void caching_allocator::record_history(const history_options& options) {
+  state_->process.check();
   state_->happened.configure(options);
 }
 
 void caching_allocator::annotate(std::vector<std::pair<std::string, std::string>> values) {
+  state_->process.check();
   state_->happened.annotate(std::move(values));
 }
 
@@ -299,7 +318,7 @@ void caching_allocator::set_user_metadata(std::string text) {
 
 allocator_snapshot caching_allocator::snapshot(std::optional<pool_id> pool, bool traces) const {
   state& s = *state_;
-  const std::lock_guard lock(s.slow);
+  const auto lock = s.enter();
   allocator_snapshot all;
   std::size_t active_bytes = 0;
   const pool_record* const only = pool ? &s.pool(*pool) : nullptr;
@@ -322,11 +341,15 @@ allocator_snapshot caching_allocator::snapshot(std::optional<pool_id> pool, bool
           run->large = one->kind() == size_class::large;
           run->pool = number_of(one->pool().id);
           run->expandable = segment->expandable();
-          const span_record* const span =
-              segment->expandable() ? segment->range->span_at(b->at) : nullptr;
-          run->where = span != nullptr              ? span->what.where()
-                       : segment->memory != nullptr ? segment->memory->where()
-                                                    : tier::device;
+          const call_stack* stack = nullptr;
+          if (segment->memory != nullptr) {
+            run->where = segment->memory->where();
+            stack = segment->memory->stack.get();
+          } else if (const span_record* const span = segment->range->span_at(b->at)) {
+            run->where = span->what.where();
+            stack = span->what.stack.get();
+          }
+          if (stack != nullptr) run->frames = stack->resolve();
         }
         const bool live = b->live();
         const bool active = live || b->use == block_use::pending;
@@ -377,7 +400,8 @@ allocator_snapshot caching_allocator::snapshot(std::optional<pool_id> pool, bool
 
 caching_allocator::subscription caching_allocator::on_out_of_memory(
     std::function<void(const oom_report&)> observer) {
-  check_callable(observer != nullptr, "on_out_of_memory");
+  state_->process.check();
+  state::check_callable(observer, "on_out_of_memory");
   auto kept = std::make_shared<std::function<void(const oom_report&)>>(std::move(observer));
   const std::lock_guard lock(state_->observers_guard);
   state_->oom_observers.push_back(kept);
@@ -386,12 +410,14 @@ caching_allocator::subscription caching_allocator::on_out_of_memory(
 
 caching_allocator::subscription caching_allocator::on_trace(
     std::function<void(const trace_entry&)> observer) {
-  check_callable(observer != nullptr, "on_trace");
+  state_->process.check();
+  state::check_callable(observer, "on_trace");
   return state_->happened.listen(std::move(observer));
 }
 
 caching_allocator::subscription caching_allocator::on_shortage(std::function<bool()> callback) {
-  check_callable(callback != nullptr, "on_shortage");
+  state_->process.check();
+  state::check_callable(callback, "on_shortage");
   auto kept = std::make_shared<std::function<bool()>>(std::move(callback));
   const std::lock_guard lock(state_->observers_guard);
   state_->shortage_callbacks.push_back(kept);
@@ -402,7 +428,7 @@ caching_allocator::subscription caching_allocator::on_shortage(std::function<boo
 
 void caching_allocator::check_invariants() const {
   state& s = *state_;
-  const std::lock_guard lock(s.slow);
+  const auto lock = s.enter();
   const auto require = [](bool holds, const char* what) {
     if (!holds) throw std::logic_error(what);
   };

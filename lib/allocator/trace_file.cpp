@@ -12,6 +12,7 @@
 #include <array>
 #include <cerrno>
 #include <charconv>
+#include <iterator>
 #include <limits>
 #include <map>
 #include <memory>
@@ -208,12 +209,27 @@ class entry_reader {
     if (told.bytes == 0 || told.bytes > k_most_bytes) {
       refuse(fmt::format("an allocation of {} bytes", told.bytes));
     }
-    const auto known = ids_.find(told.at);
-    if (known != ids_.end() && to_.live(known->second)) {
-      refuse(fmt::format("{:#x} is allocated, but was not freed before", told.at));
-    }
+    refuse_overlap(told);
     if (!to_.has_room(told.bytes)) refuse(k_too_much);
     ids_[told.at] = to_.allocate(told.bytes, number_of(told.stream));
+    live_[told.at] = told.bytes;
+  }
+
+  void refuse_overlap(const trace_entry& told) const {
+    const auto next = live_.lower_bound(told.at);
+    const auto overlaps = [&](const auto& other) {
+      const auto& [at, bytes] = other;
+      return at < told.at ? told.at - at < bytes : at - told.at < told.bytes;
+    };
+    for (const bool before : {false, true}) {
+      if (next == (before ? live_.begin() : live_.end())) continue;
+      const auto& other = before ? *std::prev(next) : *next;
+      if (!overlaps(other)) continue;
+      refuse(
+          fmt::format("{} bytes at {:#x} are allocated, but {} bytes at {:#x} were not freed "
+                      "before",
+                      told.bytes, told.at, other.second, other.first));
+    }
   }
 
   void free(const trace_entry& told) {
@@ -232,6 +248,7 @@ class entry_reader {
       return;
     }
     if (const char* why = to_.free(known->second)) refuse(fmt::format("{:#x} {}", told.at, why));
+    live_.erase(told.at);
     if (completed) {
       to_.freed(known->second);
       ids_.erase(known);
@@ -256,6 +273,7 @@ class entry_reader {
   std::size_t index_ = 0;
   recorder to_;
   std::unordered_map<address, std::uint32_t> ids_;
+  std::map<address, std::size_t> live_;  ///< bytes of each
   std::unordered_set<address> unknown_;  ///< asked for, not completed
   std::map<native_stream, unsigned> streams_;
 };

@@ -97,7 +97,7 @@ finding judge_peers(const std::vector<std::vector<bool>>& reaches) {
 finding judge_locality(const std::vector<int>& unknown, std::size_t nodes) {
   if (unknown.empty()) return {.found = "known for every device"};
   finding result{.found = fmt::format("unknown for DEVICE {}", fmt::join(unknown, ", "))};
-  if (nodes <= 1) {
+  if (nodes == 1) {
     result.meaning = "there is one node, so it does not matter";
     return result;
   }
@@ -110,6 +110,14 @@ finding judge_locality(const std::vector<int>& unknown, std::size_t nodes) {
 }
 
 finding judge_allowed_nodes(const std::vector<node_description>& nodes) {
+  if (nodes.empty()) {
+    return {.level = status::warn,
+            .found = "no node is told",
+            .meaning =
+                "locality, distance and what this process may use cannot be looked up: the "
+                "driver's hint decides the node of the host tier, or its lowest node",
+            .remedy = "let the container read /sys/devices/system"};
+  }
   std::vector<int> refused;
   for (const auto& each : nodes) {
     if (!each.allowed) refused.push_back(each.node.value);

@@ -38,6 +38,7 @@ constexpr check k_checks[] = {
     {"nccl", "NCCL", check_nccl},
     {"locality", "NUMA node of each device", check_locality},
     {"allowed_nodes", "NUMA nodes that may be used", check_allowed_nodes},
+    {"allocator_options", "options of caching allocators", alone<check_allocator_options>},
     {"memory_limit", "memory limit of the control group", alone<check_memory_limit>},
     {"open_files", "open files (RLIMIT_NOFILE)", alone<check_open_files>},
     {"locked_memory", "locked memory (RLIMIT_MEMLOCK)", alone<check_locked_memory>},

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lib/cli/limit_checks.hpp"
 
+#include "lib/cli/machine.hpp"
 #include "lib/support/format.hpp"
 #include "lib/support/text_file.hpp"
 
+#include <evmm/allocator/options.hpp>
 #include <evmm/units.hpp>
 
 #include <fmt/format.h>
@@ -174,6 +176,14 @@ finding judge_memory_limit(std::optional<std::size_t> limit, std::size_t used,
   return result;
 }
 
+finding judge_allocator_options(const std::string& refused, const std::string& options) {
+  if (refused.empty()) return {.found = options.empty() ? "the defaults" : options};
+  return {.level = status::fail,
+          .found = refused,
+          .meaning = "allocators that read their options from this environment are not made",
+          .remedy = "correct what the message names, or unset the variable"};
+}
+
 std::optional<cgroup_path> parse_cgroup(std::string_view text) {
   std::optional<cgroup_path> found;
   while (!text.empty()) {
@@ -246,6 +256,12 @@ finding check_memory_limit() {
 finding check_huge_pages() {
   return {.found = fmt::format("{} reserved", read_number("/proc/sys/vm/nr_hugepages").value_or(0)),
           .meaning = "not needed: CUDA takes large pages for the host tier by itself"};
+}
+
+finding check_allocator_options() {
+  std::string options;
+  const std::string refused = failure_of([&] { options = to_string(options_from_environment()); });
+  return judge_allocator_options(refused, options);
 }
 
 }  // namespace evmm::cli

@@ -11,8 +11,9 @@
 
 namespace evmm::cli {
 
-// Limits of the process and of its container. Each check reads the machine and hands what it read
-// to a function that judges it; those are what the tests call.
+// Limits of the process and of its container, and what its environment asks of allocators. Each
+// check reads the machine and hands what it read to a function that judges it; those are what the
+// tests call.
 
 /// Soft and hard limit; nullopt is unlimited.
 struct limit_pair {
@@ -34,6 +35,9 @@ finding judge_shared_memory(std::optional<std::size_t> total, std::size_t free);
 finding judge_memory_limit(std::optional<std::size_t> limit, std::size_t used,
                            std::size_t physical);
 
+/// `refused`: why the environment's options are not taken, empty when they are; `options` then.
+finding judge_allocator_options(const std::string& refused, const std::string& options);
+
 /// The path of this process's memory control group in a /proc/self/cgroup, and whether it is of
 /// version 2.
 struct cgroup_path {
@@ -52,5 +56,6 @@ finding check_map_count();
 finding check_shared_memory();
 finding check_memory_limit();
 finding check_huge_pages();
+finding check_allocator_options();
 
 }  // namespace evmm::cli

@@ -69,8 +69,9 @@ struct replay_command {
     }
     options.curves = !plot.empty();
     const auto report = evmm::cli::replay(options);
-    if (!plot.empty()) write(plot, evmm::cli::draw(report.curves));
+    // First what was measured: a picture that cannot be written shall not lose it.
     show(report, json);
+    if (!plot.empty()) write(plot, evmm::cli::draw(report.curves));
     return 0;
   }
 };
@@ -81,7 +82,7 @@ int main(int count, char** words) {
   CLI::App app("Elastic GPU + host memory for communication: what is here, and what is in the way",
                "evmm");
   app.set_version_flag("--version", std::string("evmm ") + EVMM_VERSION);
-  app.require_subcommand(1);
+  app.require_subcommand(0, 1);  // none is refused below, so that a mistyped one is named
   bool json = false;
   CLI::App* const info = app.add_subcommand(
       "info", "versions, devices, NUMA nodes and placement, and what was proved by trying");
@@ -95,6 +96,7 @@ int main(int count, char** words) {
   for (CLI::App* command : {info, doctor, replay}) command->add_flag("--json", json, "print JSON");
   try {
     app.parse(count, words);
+    if (app.get_subcommands().empty()) throw CLI::RequiredError::Subcommand(1);
   } catch (const CLI::ParseError& failure) {
     return app.exit(failure) == 0 ? 0 : 2;
   }

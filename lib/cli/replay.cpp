@@ -32,6 +32,12 @@ constexpr std::size_t k_most_device = 16_TiB;  ///< what a process can reserve m
 /// A trace as its replay needs it: no completions.
 allocation_trace load(const std::string& path) {
   allocation_trace trace = read_trace(path);
+  if (trace.unknown_frees != 0) {
+    log().warn(
+        "{}: {} frees of what was allocated before its history are left out, and with them "
+        "memory that was live",
+        path, trace.unknown_frees);
+  }
   std::erase_if(trace.events,
                 [](const trace_event& each) { return each.what == trace_event::kind::freed; });
   return trace;

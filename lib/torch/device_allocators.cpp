@@ -2,6 +2,7 @@
 #include "lib/torch/device_allocators.hpp"
 
 #include "lib/support/log.hpp"
+#include "lib/support/thread_object.hpp"
 
 #include <evmm/error.hpp>
 
@@ -36,6 +37,7 @@ void device_allocator::begin(const pool_number& name, std::function<bool(native_
   try {
     if (fresh) {
       pool.its = allocator.create_pool();
+      names_[pool.its] = name;
     } else {
       allocator.retain_pool(pool.its);
     }
@@ -71,12 +73,30 @@ void device_allocator::release(const pool_number& name) {
   drop_user(graph_pools_.find(name));
 }
 
+pool_number device_allocator::name_of(pool_id pool) const {
+  const auto number = static_cast<std::uint64_t>(pool);
+  const std::lock_guard lock(guard_);
+  const auto found = names_.find(pool);
+  return found == names_.end() ? pool_number{number, number} : found->second;
+}
+
+allocator_snapshot device_allocator::snapshot() const {
+  allocator_snapshot taken = allocator.snapshot();
+  const auto rename = [this](pool_number& pool) {
+    if (pool != pool_number{}) pool = name_of(pool_id{pool.second});
+  };
+  for (segment_snapshot& each : taken.segments) rename(each.pool);
+  for (auto& trace : taken.device_traces) {
+    for (trace_entry& each : trace) rename(each.pool);
+  }
+  return taken;
+}
+
 // --- tiers -------------------------------------------------------------------------------------
 
 /// What the calling thread has begun, innermost last.
 std::vector<std::pair<const device_allocator*, tier_choice>>& device_allocator::begun_tiers() {
-  static thread_local std::vector<std::pair<const device_allocator*, tier_choice>> its;
-  return its;
+  return thread_object<std::vector<std::pair<const device_allocator*, tier_choice>>>();
 }
 
 std::optional<tier_choice> device_allocator::innermost() const {

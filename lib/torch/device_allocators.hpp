@@ -32,6 +32,12 @@ class device_allocator {
   void end(const pool_number& name);
   void release(const pool_number& name);
 
+  /// PyTorch's name of a pool, also of one that is gone. Pools that it did not name have one number
+  /// twice, which no name of PyTorch's has.
+  pool_number name_of(pool_id pool) const;
+  /// With PyTorch's names of pools.
+  allocator_snapshot snapshot() const;
+
   /// The calling thread's allocations go to these tiers until the end.
   void begin(tier_choice tiers);
   void end(tier_choice tiers);
@@ -56,8 +62,9 @@ class device_allocator {
   graph_pool& find(const pool_number& name, const char* what);
   void drop_user(std::map<pool_number, graph_pool>::iterator of);
 
-  std::mutex guard_;
+  mutable std::mutex guard_;
   std::map<pool_number, graph_pool> graph_pools_;
+  std::map<pool_id, pool_number> names_;  ///< of all that ever were: the history may have them
   std::array<tier_pool, 2> tier_pools_;
 };
 

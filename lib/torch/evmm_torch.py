@@ -28,6 +28,7 @@ __all__ = [
     "max_memory_reserved",
     "memory_stats",
     "record_history",
+    "reset_accumulated_memory_stats",
     "reset_peak_memory_stats",
     "snapshot",
     "version",
@@ -92,6 +93,7 @@ def library():
             ("reset", None, ()),
             ("statistics", integer, (integer, text, size)),
             ("reset_peaks", integer, (integer,)),
+            ("reset_totals", integer, (integer,)),
             ("snapshot", integer, (integer, text)),
             ("record_history", integer, (integer, text, integer, size)),
         ):
@@ -215,6 +217,11 @@ def memory_stats(device=None):
 def max_memory_reserved(device=None):
     """The most bytes that evmm held at a time."""
     return memory_stats(device)["reserved_bytes.all.peak"]
+
+
+def reset_accumulated_memory_stats(device=None):
+    """Sums and counts begin anew at 0."""
+    _check(library().evmm_torch_reset_totals(_ordinal(device)))
 
 
 def reset_peak_memory_stats(device=None):

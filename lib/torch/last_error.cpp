@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lib/torch/last_error.hpp"
 
+#include "lib/support/thread_object.hpp"
+
 #include <evmm/error.hpp>
 #include <evmm/version.hpp>
 
@@ -32,8 +34,7 @@ int code_of(error_category category) noexcept {
 }  // namespace
 
 last_error& last_error::mine() noexcept {
-  static thread_local last_error its;
-  return its;
+  return thread_object<last_error>();
 }
 
 void last_error::clear() noexcept {

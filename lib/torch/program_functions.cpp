@@ -81,8 +81,9 @@ int evmm_torch_statistics(int device, char* json, size_t bytes) {
   int length = 0;
   const int code = guarded([&] {
     if (json == nullptr && bytes > 0) throw evmm::invalid_argument("the buffer is null");
-    const std::string text =
-        evmm::torch::statistics_json(device_allocators::all().of(device).allocator.statistics());
+    const device_allocator& its = device_allocators::all().of(device);
+    const std::string text = evmm::torch::statistics_json(
+        its.allocator.statistics(), [&](evmm::pool_id pool) { return its.name_of(pool); });
     length = static_cast<int>(text.size());
     if (bytes == 0) return;
     const std::size_t written = std::min(text.size(), bytes - 1);
@@ -96,15 +97,19 @@ int evmm_torch_reset_peaks(int device) {
   return guarded([&] { device_allocators::all().of(device).allocator.reset_peaks(); });
 }
 
+int evmm_torch_reset_totals(int device) {
+  return guarded([&] { device_allocators::all().of(device).allocator.reset_totals(); });
+}
+
 int evmm_torch_snapshot(int device, const char* path) {
   return guarded([&] {
     text_of(path, "path");
     evmm::allocator_snapshot all;
     if (device == -1) {
       device_allocators::all().for_each_made(
-          [&](device_allocator& one) { append(all, one.allocator.snapshot()); });
+          [&](device_allocator& one) { append(all, one.snapshot()); });
     } else {
-      append(all, device_allocators::all().of(device).allocator.snapshot());
+      append(all, device_allocators::all().of(device).snapshot());
     }
     write_file(path, evmm::to_pickle(all));
   });

@@ -35,7 +35,8 @@ class flat_json {
 
 }  // namespace
 
-std::string statistics_json(const allocator_statistics& statistics) {
+std::string statistics_json(const allocator_statistics& statistics,
+                            const std::function<pool_number(pool_id)>& name_of) {
   flat_json json;
   json.add("allocation", statistics.allocation);
   json.add("segment", statistics.segment);
@@ -46,6 +47,10 @@ std::string statistics_json(const allocator_statistics& statistics) {
   json.add("active_bytes", statistics.active_bytes);
   json.add("inactive_split_bytes", statistics.inactive_split_bytes);
   json.add("requested_bytes", statistics.requested_bytes);
+  for (const auto& [pool, reserved] : statistics.reserved_bytes_by_private_pools) {
+    const auto [first, second] = name_of(pool);
+    json.add(fmt::format("reserved_bytes_by_private_pools.{}_{}", first, second), reserved);
+  }
   json.add("oversize_allocations", statistics.oversize_allocations);
   json.add("oversize_segments", statistics.oversize_segments);
   json.add("num_alloc_retries", statistics.num_alloc_retries);

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Usage: check_scripts.sh SOURCE WORK
-# The scripts find their repository from any folder, whatever CDPATH says, and where a path has a
-# blank in it.
+# The scripts find their repository from any folder, whatever CDPATH says, where a path has a blank
+# in it, and through symbolic links.
 set -euo pipefail
 
 source=$1
@@ -29,6 +29,14 @@ check / "$copy/scripts/bench.sh"
 export CDPATH=.:/
 check "$copy" scripts/bench.sh
 
+mkdir -p "$2/links"
+ln -s "$copy/scripts/bench.sh" "$2/links/first"
+ln -s first "$2/links/second"
+check / "$2/links/second"
+check "$2/links" ./first
+
 for script in demo test bench lint; do
   "$copy/scripts/$script.sh" --help >/dev/null
+  ln -s "../a copy/scripts/$script.sh" "$2/links/$script.sh"
+  "$2/links/$script.sh" --help >/dev/null
 done

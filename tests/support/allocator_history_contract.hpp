@@ -52,7 +52,7 @@ TEST_P(allocator_history_contract, events_come_in_their_order) {
                                        trace_action::segment_free}));
   const auto all = events();
   EXPECT_EQ(all[0].bytes, 20_MiB);
-  EXPECT_EQ(all[1].bytes, 3_MiB);
+  for (const trace_entry& each : {all[1], all[2], all[3]}) EXPECT_EQ(each.bytes, 3_MiB - 1);
   for (const trace_entry& each : {all[0], all[1], all[2], all[3], all[4]}) {
     EXPECT_EQ(each.at, at(block));
     EXPECT_EQ(each.stream, stream);
@@ -158,13 +158,14 @@ TEST_P(allocator_history_contract, actions_can_be_skipped) {
 }
 
 TEST_P(allocator_history_contract, stacks_are_kept_as_the_level_says) {
-  const auto stacks = [&](history_level level) {
-    make(k_segments);
+  const auto stacks = [&](history_level level, const char* config = k_segments) {
+    make(config);
     allocator->record_history({.level = level, .stacks = true});
     void* const block = allocator->allocate(3_MiB);
     allocator->free(allocator->allocate(3_MiB));
     const auto found = allocator->snapshot();
     bool of_alloc = false, of_free = false, of_block = false;
+    const bool of_segment = !found.segments.at(0).frames.empty();
     for (const trace_entry& each : found.device_traces.at(0)) {
       if (each.action == trace_action::alloc) of_alloc = !each.frames.empty();
       if (each.action == trace_action::free_requested) of_free = !each.frames.empty();
@@ -173,12 +174,13 @@ TEST_P(allocator_history_contract, stacks_are_kept_as_the_level_says) {
       if (each.state == block_state::active_allocated) of_block = !each.frames.empty();
     }
     allocator->free(block);
-    return std::vector<bool>{of_block, of_alloc, of_free};
+    return std::vector<bool>{of_segment, of_block, of_alloc, of_free};
   };
-  EXPECT_EQ(stacks(history_level::off), (std::vector<bool>{false, false, false}));
-  EXPECT_EQ(stacks(history_level::state), (std::vector<bool>{true, false, false}));
-  EXPECT_EQ(stacks(history_level::alloc), (std::vector<bool>{true, true, false}));
-  EXPECT_EQ(stacks(history_level::all), (std::vector<bool>{true, true, true}));
+  EXPECT_EQ(stacks(history_level::off), (std::vector<bool>{false, false, false, false}));
+  EXPECT_EQ(stacks(history_level::state), (std::vector<bool>{true, true, false, false}));
+  EXPECT_EQ(stacks(history_level::alloc), (std::vector<bool>{true, true, true, false}));
+  EXPECT_EQ(stacks(history_level::all), (std::vector<bool>{true, true, true, true}));
+  EXPECT_EQ(stacks(history_level::state, ""), (std::vector<bool>{true, true, false, false}));
 }
 
 TEST_P(allocator_history_contract, threads_add_their_own_notes) {
@@ -216,10 +218,26 @@ TEST_P(allocator_history_contract, annotations_are_in_the_snapshot) {
   EXPECT_GT(marks[0].time_us, 0);
 }
 
+TEST_P(allocator_history_contract, as_many_annotations_are_kept_as_events) {
+  make();
+  allocator->record_history({.max_entries = 3});
+  const auto kept = [&] {
+    std::vector<std::string> all;
+    for (const auto& each : allocator->snapshot().external_annotations) {
+      all.push_back(each.values.at(0).second);
+    }
+    return all;
+  };
+  for (const char* const step : {"1", "2", "3", "4", "5"}) allocator->annotate({{"step", step}});
+  EXPECT_EQ(kept(), (std::vector<std::string>{"3", "4", "5"}));
+  allocator->record_history({.max_entries = 2, .clear = false});
+  EXPECT_EQ(kept(), (std::vector<std::string>{"4", "5"}));
+}
+
 TEST_P(allocator_history_contract, an_out_of_memory_is_an_event) {
   make();
   allow(8_MiB);
-  allocator->record_history({});
+  allocator->record_history({.level = history_level::alloc, .stacks = true});
   EXPECT_THROW((void)allocator->allocate(64_MiB), out_of_memory);
   const auto all = events();
   const auto found = std::find_if(all.begin(), all.end(), [](const trace_entry& each) {
@@ -228,6 +246,7 @@ TEST_P(allocator_history_contract, an_out_of_memory_is_an_event) {
   ASSERT_NE(found, all.end());
   EXPECT_EQ(found->bytes, 64_MiB);
   EXPECT_GT(found->at, 64_MiB) << "what is free on the device";
+  EXPECT_FALSE(found->frames.empty()) << "who asked for too much";
   make("expandable_segments_reserve:32M");
   allocator->record_history({});
   EXPECT_THROW((void)allocator->allocate(64_MiB), out_of_memory);
@@ -258,6 +277,18 @@ TEST_P(allocator_history_contract, observers_hear_after_a_map_and_before_an_unma
   observer.reset();
   allocator->free(allocator->allocate(6_MiB));
   EXPECT_EQ(maps, 3u);
+}
+
+TEST_P(allocator_history_contract, functions_that_cannot_be_called_are_refused) {
+  make();
+  const auto refused = [&](const std::function<void()>& call) {
+    return says(refusal(call), "is given no function to call");
+  };
+  EXPECT_TRUE(refused([&] { (void)allocator->on_trace(nullptr); }));
+  EXPECT_TRUE(refused([&] { (void)allocator->on_out_of_memory(nullptr); }));
+  EXPECT_TRUE(refused([&] { (void)allocator->on_shortage(nullptr); }));
+  EXPECT_TRUE(refused([&] { allocator->begin_allocate_to_pool(pool_id{}, nullptr); }));
+  allocator->free(allocator->allocate(6_MiB));
 }
 
 TEST_P(allocator_history_contract, observers_hear_before_a_segment_is_given_back) {

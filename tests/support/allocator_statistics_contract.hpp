@@ -182,8 +182,12 @@ TEST_P(allocator_statistics_contract, inactive_splits_are_free_parts_of_segments
   EXPECT_EQ(now.inactive_split_bytes.small_pool.current, (2 << 20) - 512);
   free({b, c});
   now = allocator->statistics();
-  EXPECT_EQ(now.inactive_split.all.current, 0) << "whole segments are no parts";
-  EXPECT_EQ(now.inactive_split_bytes.all.current, 0);
+  EXPECT_EQ(now.inactive_split.all, counted(0, 3, 3, 3)) << "whole segments are no parts";
+  EXPECT_EQ(now.inactive_split_bytes.large_pool, counted(0, 15 << 20, 15 << 20, 15 << 20));
+  allocator->reset_peaks();
+  allocator->reset_totals();
+  expect_none(allocator->statistics().inactive_split);
+  expect_none(allocator->statistics().inactive_split_bytes);
 }
 
 TEST_P(allocator_statistics_contract, a_pool_has_statistics_of_its_own) {
@@ -202,6 +206,71 @@ TEST_P(allocator_statistics_contract, a_pool_has_statistics_of_its_own) {
   EXPECT_EQ(allocator->statistics().allocation.all.current, 2);
   EXPECT_TRUE(says(refusal([&] { (void)allocator->statistics(pool_id{77}); }), "pool 77"));
   free({inside, outside});
+}
+
+TEST_P(allocator_statistics_contract, private_pools_tell_what_they_reserve) {
+  make(k_segments);
+  const pool_id pool = allocator->create_pool();
+  const auto by_pool = [&] { return allocator->statistics().reserved_bytes_by_private_pools; };
+  EXPECT_EQ(by_pool().size(), 1u) << "the default pool is not private";
+  expect_none(by_pool().at(pool));
+  allocator->begin_allocate_to_pool(pool);
+  void* const inside = allocator->allocate(8_MiB);
+  void* const small = allocator->allocate(512);
+  allocator->end_allocate_to_pool(pool);
+  void* const outside = allocator->allocate(40_MiB);
+  const auto mib = [](std::int64_t n) { return n << 20; };
+  EXPECT_EQ(by_pool().at(pool).all, counted(mib(22), mib(22), mib(22), 0));
+  EXPECT_EQ(by_pool().at(pool).large_pool, counted(mib(20), mib(20), mib(20), 0));
+  free({inside, small});
+  allocator->empty_cache(pool);
+  EXPECT_EQ(by_pool().at(pool).all, counted(0, mib(22), mib(22), mib(22)));
+  EXPECT_EQ(by_pool().at(pool).small_pool, counted(0, mib(2), mib(2), mib(2)));
+  EXPECT_EQ(allocator->statistics(pool).reserved_bytes.all, by_pool().at(pool).all);
+  allocator->reset_peaks();
+  EXPECT_EQ(by_pool().at(pool).all, counted(0, 0, mib(22), mib(22)));
+  allocator->reset_totals();
+  EXPECT_EQ(by_pool().at(pool).all, counted(0, 0, 0, 0));
+  allocator->release_pool(pool);
+  EXPECT_TRUE(by_pool().empty());
+  allocator->free(outside);
+}
+
+TEST_P(allocator_statistics_contract, handles_that_move_between_pools_are_counted_there) {
+  make("max_handle_size_mb:4");
+  const pool_id pool = allocator->create_pool();
+  const auto of = [&](pool_id its) {
+    return allocator->statistics(its).reserved_bytes.all.current;
+  };
+  allocator->begin_allocate_to_pool(pool);
+  void* const first = allocator->allocate(32_MiB);
+  void* const stays = allocator->allocate(4_MiB);
+  allocator->free(first);
+  allocator->end_allocate_to_pool(pool);
+  const auto before = of(pool);
+  EXPECT_EQ(before, reserved());
+  void* const outside = allocator->allocate(24_MiB);
+  EXPECT_LE(reserved(), 38 << 20) << "memory has moved";
+  EXPECT_GE(of(pool_id{}), 24 << 20);
+  EXPECT_LT(of(pool), before);
+  EXPECT_EQ(of(pool) + of(pool_id{}), reserved());
+  free({outside, stays});
+  allocator->empty_cache();
+  EXPECT_EQ(of(pool), 0);
+  EXPECT_EQ(of(pool_id{}), 0);
+}
+
+TEST_P(allocator_statistics_contract, waits_for_everything_are_counted) {
+  make();
+  const auto waits = [&] { return allocator->statistics().num_sync_all_streams; };
+  free(allocate(2, 20_MiB));
+  EXPECT_EQ(waits(), 0);
+  allocator->empty_cache();
+  EXPECT_EQ(waits(), 1);
+  allow(8_MiB);
+  EXPECT_THROW((void)allocator->allocate(64_MiB), out_of_memory);
+  EXPECT_EQ(waits(), 2);
+  EXPECT_EQ(allocator->statistics().num_alloc_retries, 1);
 }
 
 TEST_P(allocator_statistics_contract, a_pool_counts_handles_as_segments_too) {

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "lib/allocator/history.hpp"
 #include "tests/unit/sample_snapshots.hpp"
 
 #include <evmm/allocator/snapshot.hpp>
@@ -162,6 +163,40 @@ TEST(allocator_snapshot, errors_name_the_byte) {
       {"\x80\x02}b."sv, "byte 3: the opcode BUILD"},
   };
   for (const auto& [bytes, says] : cases) EXPECT_THAT(refusal(bytes), HasSubstr(says));
+}
+
+TEST(allocator_snapshot, names_that_it_does_not_know_are_told) {
+  for (const std::string known : {"segment_free", "active_allocated", "small"}) {
+    std::string bytes = to_pickle(sample());
+    std::string unknown = known;
+    unknown.back() = 'x';
+    for (std::size_t at = 0; (at = bytes.find(known, at)) != std::string::npos;) {
+      bytes.replace(at, known.size(), unknown);
+    }
+    EXPECT_THAT(refusal(bytes), HasSubstr("'" + unknown + "'"));
+  }
+}
+
+// --- the history that fills it -------------------------------------------------------------------
+
+TEST(allocator_history, nothing_is_wanted_once_the_last_listener_is_gone) {
+  const history::event event{
+      .action = trace_action::alloc, .at = 4096, .bytes = 512, .stream = nullptr, .pool = {}};
+  history kept(device_id{0});
+  int heard = 0;
+  auto first = kept.listen([&](const trace_entry&) { ++heard; });
+  auto second = kept.listen([&](const trace_entry&) { ++heard; });
+  kept.record(event);
+  EXPECT_EQ(heard, 2);
+  first.reset();
+  kept.record(event);
+  EXPECT_EQ(heard, 3);
+  EXPECT_TRUE(kept.wanted());
+  second.reset();
+  kept.record(event);
+  EXPECT_FALSE(kept.wanted()) << "the hot path has to be hot again";
+  second = kept.listen([&](const trace_entry&) { ++heard; });
+  EXPECT_TRUE(kept.wanted());
 }
 
 }  // namespace

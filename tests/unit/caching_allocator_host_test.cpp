@@ -3,6 +3,7 @@
 // can be made to do so.
 #include "tests/support/descriptor_passing.hpp"
 #include "tests/support/fault_driver.hpp"
+#include "tests/support/in_child.hpp"
 
 #include <evmm/allocator/caching_allocator.hpp>
 #include <evmm/error.hpp>
@@ -15,10 +16,13 @@
 #include <atomic>
 #include <cstring>
 #include <functional>
+#include <future>
 #include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include <sched.h>
@@ -371,6 +375,41 @@ TEST(allocator_processes, a_forked_child_is_refused) {
   allocator.free(allocator.allocate(4096, stream));
   held.reset();
   on->destroy_stream(stream);
+}
+
+TEST(allocator_processes, a_child_forked_while_a_thread_is_at_work_waits_for_nobody) {
+  const auto on = host_driver::make({.devices = 1});
+  caching_allocator allocator(on, device_id{0});
+  std::promise<void> inside, forked;
+  const auto subscription = allocator.on_trace([&](const trace_entry& entry) {
+    if (entry.action != trace_action::segment_map) return;
+    inside.set_value();  // under the allocator's locks, which the child has as they are
+    forked.get_future().wait();
+  });
+  std::thread at_work([&] { allocator.free(allocator.allocate(1_MiB)); });
+  inside.get_future().wait();
+  in_child({}, [&] {
+    ::alarm(20);
+    const std::pair<const char*, std::function<void()>> calls[] = {
+        {"statistics", [&] { (void)allocator.statistics(); }},
+        {"statistics of a pool", [&] { (void)allocator.statistics(pool_id{}); }},
+        {"snapshot", [&] { (void)allocator.snapshot(); }},
+        {"report", [&] { (void)allocator.report(); }},
+        {"cache_info", [&] { (void)allocator.cache_info(); }},
+        {"empty_cache", [&] { allocator.empty_cache(); }},
+        {"configure", [&] { allocator.configure(""); }},
+        {"create_pool", [&] { (void)allocator.create_pool(); }},
+        {"reset_peaks", [&] { allocator.reset_peaks(); }},
+        {"record_history", [&] { allocator.record_history({}); }},
+        {"record_stream", [&] { allocator.record_stream(&allocator, nullptr); }},
+        {"export_allocation", [&] { (void)allocator.export_allocation(&allocator); }}};
+    for (const auto& [name, call] : calls) {
+      EXPECT_TRUE(says(refusal(call), "before a fork")) << name << ": " << refusal(call);
+    }
+    EXPECT_FALSE(allocator.owns(&allocator));
+  });
+  forked.set_value();
+  at_work.join();
 }
 
 }  // namespace

@@ -88,6 +88,9 @@ TEST(cli_program, doctor_finds_what_would_stop_a_job) {
   const auto [code, text] = run("ulimit -n 64; EVMM_DRIVER=host", "doctor");
   EXPECT_EQ(code, 1) << text;
   EXPECT_THAT(text, HasSubstr("fail  open files"));
+  const auto [stops, said] = run("EVMM_DRIVER=host EVMM_ALLOC_CONF=abacus:1", "doctor");
+  EXPECT_EQ(stops, 1) << said;
+  EXPECT_THAT(said, HasSubstr("EVMM_ALLOC_CONF: allocator options, position 1: 'abacus'"));
 }
 
 TEST(cli_program, a_driver_that_does_not_exist) {
@@ -116,7 +119,9 @@ TEST(cli_program, usage) {
   EXPECT_EQ(run("", "--version").code, 0);
   EXPECT_EQ(run("", "--help").code, 0);
   EXPECT_EQ(run("", "").code, 2);
-  EXPECT_EQ(run("", "nonsense").code, 2);
+  const auto [code, text] = run("", "nonsense");
+  EXPECT_EQ(code, 2);
+  EXPECT_THAT(text, HasSubstr("nonsense"));
   EXPECT_EQ(run("", "info --nonsense").code, 2);
 }
 

@@ -78,6 +78,12 @@ TEST(cli_limits, memory_limit) {
   EXPECT_EQ(judge_memory_limit(1_GiB, 2_GiB, 64_GiB).level, status::fail);
 }
 
+TEST(cli_limits, allocator_options) {
+  EXPECT_EQ(judge_allocator_options("", "").found, "the defaults");
+  EXPECT_EQ(judge_allocator_options("", "handle_fraction:8").found, "handle_fraction:8");
+  EXPECT_EQ(judge_allocator_options("no such key", "").level, status::fail);
+}
+
 TEST(cli_limits, control_groups_of_both_versions) {
   const auto second = parse_cgroup("0::/user.slice/job\n");
   ASSERT_TRUE(second);
@@ -137,10 +143,15 @@ TEST(cli_devices, locality_and_nodes) {
   EXPECT_EQ(judge_locality({}, 2).level, status::ok);
   EXPECT_EQ(judge_locality({0, 1}, 1).level, status::ok);
   EXPECT_EQ(judge_locality({0, 1}, 2).level, status::warn);
+  EXPECT_EQ(judge_locality({0, 1}, 0).level, status::warn) << "nothing says that there is one node";
   EXPECT_EQ(judge_allowed_nodes({{numa_node{0}, 1_GiB, 4, true}}).level, status::ok);
   EXPECT_THAT(
       judge_allowed_nodes({{numa_node{0}, 1_GiB, 4, true}, {numa_node{1}, 1_GiB, 4, false}}).found,
       HasSubstr("but 1"));
+  const finding hidden = judge_allowed_nodes({});
+  EXPECT_EQ(hidden.level, status::warn);
+  EXPECT_EQ(hidden.found, "no node is told");
+  EXPECT_THAT(hidden.remedy, HasSubstr("/sys"));
 }
 
 TEST(cli_devices, iommu) {

@@ -14,6 +14,8 @@
 #include <thread>
 #include <vector>
 
+#include <sys/sysinfo.h>
+
 namespace evmm::test {
 namespace {
 
@@ -130,6 +132,16 @@ TEST_F(pinned_allocator, streams_of_other_devices_are_named_with_their_device) {
   on->destroy_stream(stream);
 }
 
+TEST_F(pinned_allocator, a_stream_of_no_device_is_refused_before_it_counts) {
+  const auto pinned = make();
+  void* const block = pinned->allocate(1_MiB);
+  for (const int wrong : {-1, 2, 9}) {
+    EXPECT_THROW(pinned->record(block, nullptr, device_id{wrong}), invalid_argument);
+  }
+  pinned->free(block);
+  EXPECT_EQ(pinned->statistics().active_requests.current, 0);
+}
+
 TEST_F(pinned_allocator, a_captured_stream_is_busy_until_its_capture_has_ended) {
   const auto pinned = make();
   const auto stream = on->create_stream({0});
@@ -206,6 +218,20 @@ TEST_F(pinned_allocator, ordinary_pages_are_touched_and_registered) {
   for (const unsigned wrong : {0U, 3U, 256U}) {
     EXPECT_THROW(make({.register_threads = wrong}), invalid_argument);
   }
+}
+
+TEST_F(pinned_allocator, more_ordinary_pages_than_the_machine_has_are_refused_untouched) {
+  struct sysinfo machine {};
+  ASSERT_EQ(::sysinfo(&machine), 0);
+  const std::size_t physical = machine.totalram * machine.mem_unit;
+  const auto pinned = make({.use_host_register = true});
+  try {
+    static_cast<void>(pinned->allocate(physical + 1_GiB));
+    FAIL() << "there is no such memory";
+  } catch (const out_of_memory& failure) {
+    EXPECT_THAT(failure.what(), HasSubstr("of host memory are free"));
+  }
+  pinned->free(pinned->allocate(1_MiB));
 }
 
 TEST_F(pinned_allocator, small_requests_come_from_the_reserve_segment) {

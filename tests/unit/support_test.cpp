@@ -2,6 +2,7 @@
 #include "lib/support/environment.hpp"
 #include "lib/support/format.hpp"
 #include "lib/support/log.hpp"
+#include "lib/support/thread_object.hpp"
 
 #include <evmm/error.hpp>
 #include <evmm/unique_fd.hpp>
@@ -14,6 +15,7 @@
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include <fcntl.h>
@@ -177,6 +179,39 @@ TEST(unique_fd, closes_what_it_owns_once) {
   EXPECT_FALSE(kept);
   EXPECT_TRUE(is_open(released));
   ::close(released);
+}
+
+// --- threads ------------------------------------------------------------------------------------
+
+struct counted {
+  static inline int alive = 0;
+  counted() noexcept { ++alive; }
+  ~counted() { --alive; }
+  std::string text;
+};
+
+/// Looks at the thread's object when the thread ends.
+struct late {
+  static inline std::string seen;
+  ~late() {
+    seen = thread_object<counted>().text;
+    thread_object<counted>().text = "later still, and too long for a string without memory";
+  }
+};
+
+TEST(thread_object, serves_whoever_outlives_it) {
+  late::seen = "nothing";
+  std::thread([] {
+    static thread_local const late looks;  // made first, so destroyed last
+    static_cast<void>(looks);
+    thread_object<counted>().text = "of the thread";
+    EXPECT_EQ(thread_object<counted>().text, "of the thread");
+    EXPECT_EQ(counted::alive, 1);
+  }).join();
+  EXPECT_EQ(late::seen, "") << "a new one";
+  EXPECT_EQ(counted::alive, 1) << "which stays";
+  std::thread([] { thread_object<counted>().text = "of another"; }).join();
+  EXPECT_EQ(counted::alive, 1) << "others go with their threads";
 }
 
 }  // namespace

@@ -54,6 +54,9 @@ TEST_F(torch_face, statistics_have_pytorchs_names) {
   EXPECT_GE(statistics()["allocated_bytes.all.peak"], 3 * k_mib);
   EXPECT_EQ(FROM_LIBRARY(evmm_torch_reset_peaks)(0), EVMM_TORCH_OK);
   EXPECT_EQ(statistics()["allocated_bytes.all.peak"], 0);
+  EXPECT_GE(statistics()["allocated_bytes.all.freed"], 3 * k_mib);
+  EXPECT_EQ(FROM_LIBRARY(evmm_torch_reset_totals)(0), EVMM_TORCH_OK);
+  EXPECT_EQ(statistics()["allocated_bytes.all.freed"], 0);
 }
 
 TEST_F(torch_face, statistics_are_cut_at_the_buffer) {
@@ -112,6 +115,9 @@ TEST_F(torch_face, pools_of_graphs) {
   void* const after = allocate(1000);
   EXPECT_EQ(segment_of(outside).pool, segment_of(after).pool);
   EXPECT_NE(segment_of(inside).pool, segment_of(outside).pool);
+
+  EXPECT_EQ(segment_of(inside).pool, (pool_number{7, 0})) << "as PyTorch calls it";
+  EXPECT_EQ(statistics()["reserved_bytes_by_private_pools.7_0.all.current"], 2 * k_mib);
 
   // A second graph that shares the pool, and reuses what the first one freed.
   free(inside);
@@ -277,6 +283,29 @@ TEST_F(torch_face, threads) {
     EXPECT_EQ(statistics(device)["allocation.all.current"], 0);
     EXPECT_EQ(statistics(device)["host_tier_bytes"], 0);
   }
+}
+
+/// What a thread keeps, and frees when it ends.
+struct kept_by_a_thread {
+  static inline std::string said;
+  void* at = nullptr;
+  ~kept_by_a_thread() {
+    free(at);
+    free(static_cast<void*>(&said));
+    said = last_error();
+  }
+};
+
+TEST_F(torch_face, a_thread_frees_as_late_as_it_likes) {
+  std::thread([] {
+    static thread_local kept_by_a_thread kept;  // made before the thread's first error
+    kept.at = nullptr;
+    EXPECT_EQ(allocate(-1), nullptr);
+    kept.at = allocate(k_mib);
+    EXPECT_EQ(allocate(-1), nullptr);
+  }).join();
+  EXPECT_THAT(kept_by_a_thread::said, HasSubstr("it is no live allocation"));
+  EXPECT_EQ(statistics()["allocation.all.current"], 0);
 }
 
 TEST_F(torch_face, a_forked_child_gets_nothing_and_frees_nothing) {

@@ -32,6 +32,9 @@ class ModuleTest(unittest.TestCase):
             stats["allocated_bytes.all.current"],
         )
         self.assertGreater(evmm_torch.max_memory_reserved(0), 0)
+        self.assertGreater(evmm_torch.memory_stats(0)["allocated_bytes.all.allocated"], 0)
+        evmm_torch.reset_accumulated_memory_stats(0)
+        self.assertEqual(evmm_torch.memory_stats(0)["allocated_bytes.all.allocated"], 0)
 
     def test_empty_cache(self):
         at = evmm_torch.library().evmm_torch_alloc(1 << 24, 1, None)

@@ -242,7 +242,15 @@ TEST(trace_of_snapshot, what_cannot_be_is_refused) {
     return "accepted";
   };
   EXPECT_THAT(refused({entry(alloc, 0x1000, 1), entry(alloc, 0x1000, 1)}),
-              AllOf(HasSubstr("s.pickle: entry 1"), HasSubstr("0x1000 is allocated, but")));
+              AllOf(HasSubstr("s.pickle: entry 1"), HasSubstr("1 bytes at 0x1000 are allocated")));
+  EXPECT_THAT(refused({entry(alloc, 0x1000, 0x200), entry(alloc, 0x11ff, 8)}),
+              HasSubstr("8 bytes at 0x11ff are allocated, but 512 bytes at 0x1000 were not freed"));
+  EXPECT_THAT(refused({entry(alloc, 0x1100, 8), entry(alloc, 0x1000, 0x200)}),
+              HasSubstr("512 bytes at 0x1000 are allocated, but 8 bytes at 0x1100 were not freed"));
+  EXPECT_EQ(refused({entry(alloc, 0x1000, 0x200), entry(alloc, 0x1200, 8), entry(alloc, 0xff8, 8),
+                     entry(free_requested, 0x1000, 0x200), entry(alloc, 0x1100, 0x100)}),
+            "accepted")
+      << "neighbours, and what is free again";
   EXPECT_THAT(refused({entry(alloc, 0x1000, 1), entry(free_requested, 0x1000, 1),
                        entry(free_requested, 0x1000, 1)}),
               AllOf(HasSubstr("s.pickle: entry 2"), HasSubstr("0x1000 was freed before")));

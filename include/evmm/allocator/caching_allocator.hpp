@@ -134,7 +134,9 @@ class pool_checkpoint;
 ///   before it is destroyed, free what was allocated on it and call empty_cache(), or keep it until
 ///   the allocator goes.
 /// Errors: out_of_memory says what was asked, what is held, why it does not serve, and which option
-///   helps; the allocator stays usable. free() of an unknown pointer is an invalid_argument.
+///   helps; the allocator stays usable. free() of an unknown pointer is an invalid_argument. A
+///   forked child may destroy its copy, which leaves everything to the parent; other calls are an
+///   invalid_argument there, and free() must not be called.
 class caching_allocator {
  public:
   caching_allocator(std::shared_ptr<driver> on, device_id device,
@@ -161,7 +163,7 @@ class caching_allocator {
   void record_stream(void* at, native_stream stream);
   /// Where `at`, a live allocation, lies. Throws invalid_argument for other pointers.
   allocation_place base_allocation(const void* at) const;
-  /// Whether `at` is a live allocation of this allocator.
+  /// Whether `at` is a live allocation of this allocator; never in a forked child.
   bool owns(const void* at) const noexcept;
   /// Copies in stream order, between live allocations or ordinary memory.
   void copy(void* to, const void* from, std::size_t bytes, native_stream stream);
@@ -240,6 +242,7 @@ class caching_allocator {
   // --- what happens ---------------------------------------------------------------------------
 
   allocator_statistics statistics() const;
+  /// Of one pool, and as it is now: of its past only reserved_bytes tells.
   allocator_statistics statistics(pool_id pool) const;
   void reset_peaks();
   void reset_totals();

@@ -96,7 +96,8 @@ class pinned_host_allocator {
   /// invalid_argument naming a pointer that is not a live allocation, and what recording throws.
   void free(void* at);
   /// A stream of `device` (the allocator's own unless named) uses the allocation that holds `at`.
-  /// False, without an effect, for memory that is not a live allocation of this allocator.
+  /// False, without an effect, for memory that is not a live allocation of this allocator. Throws
+  /// invalid_argument for a device that does not exist.
   bool record(const void* at, native_stream stream, std::optional<device_id> device = {});
   /// Whether `at` is in a live allocation.
   bool owns(const void* at) const;

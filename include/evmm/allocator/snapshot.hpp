@@ -76,8 +76,8 @@ const char* to_string(trace_action action) noexcept;
 struct trace_entry {
   trace_action action = trace_action::alloc;
   int device = 0;
-  address at = 0;  ///< for oom: bytes free on the device
-  std::size_t bytes = 0;
+  address at = 0;         ///< for oom: bytes free on the device
+  std::size_t bytes = 0;  ///< of allocations and frees what was asked for, as PyTorch has it
   native_stream stream = nullptr;
   std::int64_t time_us = 0;  ///< since the Unix epoch
   pool_number pool = {};

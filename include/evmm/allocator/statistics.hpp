@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 
 namespace [[gnu::visibility("default")]] evmm {
 
@@ -23,22 +24,37 @@ struct statistic {
       freed -= amount;
     }
   }
+  void reset_peak() noexcept { peak = current; }
+  void reset_totals() noexcept { allocated = freed = 0; }
   friend bool operator==(const statistic&, const statistic&) = default;
 };
 
 /// The same for all blocks, those of small pools, and those of large pools.
 struct pool_statistic {
   statistic all, small_pool, large_pool;
+
+  void reset_peaks() noexcept {
+    for (statistic* one : {&all, &small_pool, &large_pool}) one->reset_peak();
+  }
+  void reset_totals() noexcept {
+    for (statistic* one : {&all, &small_pool, &large_pool}) one->reset_totals();
+  }
 };
+
+enum class pool_id : std::uint64_t;
 
 /// PyTorch's names and meanings (torch.cuda.memory_stats).
 struct allocator_statistics {
   pool_statistic allocation;  ///< live blocks
   pool_statistic active;      ///< live blocks and those that wait for other streams
   pool_statistic segment;  ///< pieces of memory taken from the driver; handles, where they expand
-  pool_statistic inactive_split;  ///< free blocks beside live ones in their segment
+  /// Free blocks beside live ones in their segment, where segments do not expand. Counted whenever
+  /// statistics() or a reset is called: what comes and goes in between is not in peak and totals.
+  pool_statistic inactive_split;
   pool_statistic allocated_bytes, active_bytes, reserved_bytes, inactive_split_bytes;
   pool_statistic requested_bytes;  ///< what callers asked for, before rounding
+  /// Of reserved_bytes, by each private pool that is there.
+  std::map<pool_id, pool_statistic> reserved_bytes_by_private_pools = {};
 
   std::int64_t num_alloc_retries = 0;     ///< requests that needed cached memory to be given back
   std::int64_t num_ooms = 0;              ///< requests that failed
