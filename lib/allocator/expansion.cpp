@@ -240,6 +240,13 @@ bool memory_supply::plan_request(search& in, std::size_t reserve_bytes, std::spa
   return true;
 }
 
+/// What the device has free. Asking takes as long as making a handle, and others take memory as
+/// well: an earlier answer holds for what is a small part of it.
+std::size_t memory_supply::room_for(std::size_t bytes) {
+  if (bytes > room_ / 8) room_ = on_->usage(memory_location::on(device_)).free_bytes;
+  return room_;
+}
+
 /// Makes and maps, with no arena locked. False when the driver has no memory.
 bool memory_supply::carry_out(plan& to_do, const supply_terms& terms) {
   arena& needy = to_do.needy;
@@ -297,7 +304,6 @@ bool memory_supply::carry_out(plan& to_do, const supply_terms& terms) {
 block* memory_supply::expand(arena& needy, std::size_t bytes, std::size_t reserve_bytes,
                              std::span<arena* const> all, supply_terms terms,
                              std::unique_lock<spin_lock>& held) {
-  bool asked = false;
   for (;;) {
     plan to_do(needy);
     {
@@ -308,11 +314,10 @@ block* memory_supply::expand(arena& needy, std::size_t bytes, std::size_t reserv
       if (!plan_request(in, reserve_bytes, all, terms, to_do)) break;
     }
     // What is made for a request that fails would be held for nothing, and nobody else have it.
-    if (to_do.steps.size() > 1 && terms.where == tier::device && !terms.in_parts &&
-        !std::exchange(asked, true)) {
-      const std::size_t free_bytes = on_->usage(memory_location::on(device_)).free_bytes;
-      if (to_do.made_bytes() > free_bytes) {
-        terms.limit = std::min(terms.limit, held_bytes(tier::device) + free_bytes);
+    if (to_do.steps.size() > 1 && terms.where == tier::device && !terms.in_parts) {
+      const std::size_t room = held_bytes(tier::device) + room_for(to_do.made_bytes());
+      if (held_bytes(tier::device) + to_do.made_bytes() > room && terms.limit > room) {
+        terms.limit = room;
         continue;
       }
     }

@@ -61,6 +61,7 @@ handle_record* memory_supply::make(std::size_t bytes, tier where, size_class kin
           *on_, allocation_request{.bytes = bytes,
                                    .where = memory_location::on(device_),
                                    .share = options_.now().share});
+      room_ -= std::min(room_, bytes);
     } else {
       made->memory = source_.acquire(where, bytes).take();
     }

@@ -146,6 +146,7 @@ class memory_supply {
   bool plan_stretch(search& in, address from, address to, const supply_terms& terms, plan& to_do);
   bool plan_request(search& in, std::size_t reserve_bytes, std::span<arena* const> all,
                     const supply_terms& terms, plan& to_do);
+  std::size_t room_for(std::size_t bytes);
   bool carry_out(plan& to_do, const supply_terms& terms);
   handle_record* pick(search& in, std::size_t most) const;
   handle_record* pick_to_exchange(search& in, std::size_t size) const;
@@ -191,6 +192,7 @@ class memory_supply {
   std::size_t moved_bytes_ = 0;  ///< of all handles that were ever recycled
   std::int64_t made_ = 0, released_ = 0, recycled_ = 0, claimed_ = 0;
   std::size_t held_[2] = {0, 0};
+  std::size_t room_ = 0;  ///< what the device last had free, less what was made since
   std::uint64_t last_serial_ = 0;
 };
 

@@ -134,10 +134,6 @@ void caching_allocator::state::drop_if_unused(pool_record& gone) {
 
 void caching_allocator::begin_allocate_to_pool(pool_id its,
                                                std::function<bool(native_stream)> filter) {
-  if (!filter) {
-    throw invalid_argument("begin_allocate_to_pool needs a filter that can be called",
-                           "leave it out for the allocations of the calling thread");
-  }
   state& s = *state_;
   state::check_callable(filter, "begin_allocate_to_pool");
   const auto lock = s.enter();

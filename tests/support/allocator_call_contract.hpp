@@ -295,16 +295,6 @@ TEST_P(allocator_call_contract, a_device_that_is_not_there_is_refused) {
   EXPECT_THROW(caching_allocator(nullptr, device_id{0}), invalid_argument);
 }
 
-TEST_P(allocator_call_contract, functions_that_cannot_be_called_are_refused) {
-  make();
-  const pool_id pool = allocator->create_pool();
-  EXPECT_TRUE(says(refusal([&] { allocator->begin_allocate_to_pool(pool, {}); }), "filter"));
-  EXPECT_TRUE(says(refusal([&] { (void)allocator->on_trace({}); }), "on_trace"));
-  EXPECT_TRUE(says(refusal([&] { (void)allocator->on_shortage({}); }), "on_shortage"));
-  EXPECT_TRUE(says(refusal([&] { (void)allocator->on_out_of_memory({}); }), "on_out_of_memory"));
-  free({allocator->allocate(3_MiB)});
-}
-
 TEST_P(allocator_call_contract, its_device_and_driver_are_told) {
   make();
   EXPECT_EQ(allocator->device().value, 0);

@@ -80,7 +80,7 @@ TEST_P(allocator_statistics_contract, given_back_memory_is_counted) {
   }
 }
 
-TEST_P(allocator_statistics_contract, waits_for_everything_are_counted) {
+TEST_P(allocator_statistics_contract, giving_memory_back_waits_for_everything_once) {
   make(k_segments);
   allow(20_MiB);
   free({allocator->allocate(20_MiB, new_stream())});
