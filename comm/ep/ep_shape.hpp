@@ -100,6 +100,7 @@ struct expert_layout {
   row_blocks rows;  ///< of what was received
   int alignment = 1;
   int stride = 0;                         ///< rows from one group to the next; 0: packed
+  int capacity = 0;                       ///< rows of all groups
   std::int32_t* expert_tokens = nullptr;  ///< [local experts]
   std::int32_t* begin = nullptr;          ///< [local experts + 1]: the groups, padding included
   std::int32_t* expert_rows = nullptr;    ///< [places][top_k]: where each choice's row lies

@@ -153,10 +153,12 @@ class host_rail_steps final : public rail_steps {
         }
         for (int node = 0; node < map.nodes; ++node) {
           if (node == map.node) continue;
-          const std::int64_t* const ids = ids_of(from.ids, t, top_k);
-          const bool goes = there && std::any_of(ids, ids + top_k, [&](std::int64_t id) {
-                              return node_of(map, id) == node;
-                            });
+          const auto has_experts_there = [&] {
+            const std::int64_t* const ids = ids_of(from.ids, t, top_k);
+            return std::any_of(ids, ids + top_k,
+                               [&](std::int64_t id) { return node_of(map, id) == node; });
+          };
+          const bool goes = there && has_experts_there();
           if (there) places[t * map.nodes + node] = goes ? t : -1;
           if (goes) {
             write_record(to.record, token_of(from, to.record, t), to.of(node, t));

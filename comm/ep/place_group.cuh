@@ -4,8 +4,6 @@
 #include "comm/ep/choices.cuh"
 #include "comm/ep/meet_peers.cuh"
 
-#include <climits>
-
 #include <cstddef>
 #include <cstdint>
 
@@ -71,8 +69,9 @@ __device__ __forceinline__ place_range place_group(const ep_shape& shape, const 
   }
   __syncthreads();
   const int begin = to.stride == 0 ? before_expert : expert * to.stride;
-  // Groups of a fixed size have room for every token once.
-  const int most = to.stride == 0 ? INT_MAX : begin + to.stride;
+  // Groups of a fixed size have room for every token once, packed ones for all that was told: what
+  // is counted here may be more when a rank did not come.
+  const int most = to.stride == 0 ? to.capacity - (to.alignment - 1) : begin + to.stride;
   const int count = min(before_stretch[k_place_warps], most - begin);
   const int end = begin + padded(count);
   if (thread == 0) {
