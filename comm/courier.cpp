@@ -127,7 +127,9 @@ bool courier::answer() {
     }
     moved = true;
     now.staged += bytes;
-    if (now.staged == now.bytes) answers_.pop_front();
+    // By turns: a rank that asks for little does not wait for all that others asked for.
+    if (now.staged < now.bytes) answers_.push_back(now);
+    answers_.pop_front();
   }
   return moved;
 }
