@@ -2,6 +2,7 @@
 #include "comm/courier.hpp"
 
 #include "lib/support/format.hpp"
+#include "lib/support/log.hpp"
 
 #include <evmm/error.hpp>
 
@@ -43,11 +44,19 @@ void courier::give_up() noexcept {
 
 courier::~courier() {
   // What was not handed to the link, or is over with it, needs its memory no more.
+  const auto over = [&](std::optional<node_link::transfer> which) {
+    bool done = !which;
+    if (which) log_failure("asking for a message's end", [&] { done = link_->done(*which); });
+    return done;
+  };
   for (const parcel& waiting : staged_) {
     if (waiting.chunk) out_.give(*waiting.chunk);
   }
+  for (const parcel& sent : sending_) {
+    if (sent.chunk && over(sent.transfer)) out_.give(*sent.chunk);
+  }
   for (const delivery& message : receiving_) {
-    if (message.chunk && message.complete) in_.give(*message.chunk);
+    if (message.chunk && (message.complete || over(message.transfer))) in_.give(*message.chunk);
   }
   for (const applied& copying : applied_) in_.give(copying.chunk);
 }
@@ -118,7 +127,9 @@ bool courier::answer() {
     }
     moved = true;
     now.staged += bytes;
-    if (now.staged == now.bytes) answers_.pop_front();
+    // By turns: a rank that asks for little does not wait for all that others asked for.
+    if (now.staged < now.bytes) answers_.push_back(now);
+    answers_.pop_front();
   }
   return moved;
 }
@@ -140,7 +151,7 @@ bool courier::post() {
 
 bool courier::finish_sends() {
   const auto finished = std::erase_if(sending_, [&](const parcel& sent) {
-    if (!link_->done(sent.transfer)) return false;
+    if (!link_->done(*sent.transfer)) return false;
     if (sent.chunk) out_.give(*sent.chunk);
     return true;
   });
@@ -188,7 +199,7 @@ bool courier::carry_out() {
   bool moved = false;
   std::set<rank_id> behind;  // ranks of which an earlier message is not carried out yet
   for (auto each = receiving_.begin(); each != receiving_.end();) {
-    if (!each->complete && link_->done(each->transfer)) each->complete = true;
+    if (!each->complete && link_->done(*each->transfer)) each->complete = true;
     if (!each->complete || behind.contains(each->from) || !apply(*each)) {
       behind.insert(each->from);
       ++each;
@@ -248,14 +259,18 @@ bool courier::apply_large(const message_head& head, rank_id from) {
   }
 }
 
+/// Copies what a message brought to its place. Its chunk is the message's no more.
+void courier::take_over(delivery& message, address to, std::size_t bytes, far_get* get) {
+  applied_.push_back({*message.chunk, get, bytes});
+  message.chunk.reset();
+  const staging_chunk& chunk = applied_.back().chunk;
+  on_.copy(to, reinterpret_cast<address>(chunk.at + k_head), bytes, in_.stream());
+  on_.record(chunk.copied, in_.stream());
+  bytes_received_ += bytes;
+}
+
 void courier::apply_put(const message_head& head, delivery& message) {
-  if (message.chunk) {
-    applied_.push_back({*message.chunk});
-    on_.copy(own_.data.base + head.offset, reinterpret_cast<address>(message.chunk->at + k_head),
-             head.bytes, in_.stream());
-    on_.record(message.chunk->copied, in_.stream());
-    bytes_received_ += head.bytes;
-  }
+  if (message.chunk) take_over(message, own_.data.base + head.offset, head.bytes, nullptr);
   if (head.signals != message_head::none) {
     on_.store_word(own_.signalled(head).base + head.signal_offset, head.signal_value, in_.stream());
   }
@@ -268,11 +283,7 @@ void courier::apply_answer(const message_head& head, delivery& message) {
     throw peer_error(fmt::format("rank {} answered what nobody asked", message.from.value));
   }
   far_get& get = *found->second;
-  applied_.push_back({*message.chunk, &get, head.bytes});
-  on_.copy(get.into + head.offset, reinterpret_cast<address>(message.chunk->at + k_head),
-           head.bytes, in_.stream());
-  on_.record(message.chunk->copied, in_.stream());
-  bytes_received_ += head.bytes;
+  take_over(message, get.into + head.offset, head.bytes, &get);
   // Answers come in order, so that this was the last one.
   if (head.offset + head.bytes == get.bytes) asked_.erase(found);
 }

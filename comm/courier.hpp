@@ -83,7 +83,7 @@ class courier {
     byte_vector alone = {};  ///< a head without bytes
     std::size_t size = 0;
     std::size_t* left = nullptr;
-    node_link::transfer transfer = {};
+    std::optional<node_link::transfer> transfer = std::nullopt;  ///< once the link has it
     clock::time_point since = {};
 
     std::span<const std::byte> message() const {
@@ -94,7 +94,7 @@ class courier {
     rank_id from;
     std::optional<staging_chunk> chunk = std::nullopt;
     byte_vector alone = {};
-    node_link::transfer transfer = {};
+    std::optional<node_link::transfer> transfer = std::nullopt;
     bool complete = false;
     clock::time_point since = {};
 
@@ -123,6 +123,7 @@ class courier {
   bool finish_applied();
   /// False when it must wait for this rank's region to grow.
   bool apply(delivery& message);
+  void take_over(delivery& message, address to, std::size_t bytes, far_get* get);
   void apply_put(const message_head& head, delivery& message);
   void apply_answer(const message_head& head, delivery& message);
   bool apply_large(const message_head& head, rank_id from);

@@ -178,9 +178,10 @@ class mpi_bootstrap final : public bootstrap {
     }
   }
 
-  /// How long a rank that waits in a step may take to say so.
+  /// How long a rank that waits in a step may take to say so: on a machine with more ranks than
+  /// cores one does not run at once.
   milliseconds grace() const {
-    return std::clamp(timeout() / 8, milliseconds(50), milliseconds(1000));
+    return std::clamp(timeout() / 8, milliseconds(200), milliseconds(1000));
   }
 
   /// Those of `ranks` that do not say that they are in a step. Answers others meanwhile, and throws

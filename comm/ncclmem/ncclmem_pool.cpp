@@ -75,7 +75,8 @@ ncclmem_pool::split ncclmem_pool::divide(device_id device, std::size_t bytes) co
                   format_bytes(bytes), device.value, format_bytes(free_bytes),
                   options_.device_limit ? format_bytes(*options_.device_limit) : "unset",
                   format_bytes(room), format_bytes(options_.host_tail), format_bytes(tail_left)),
-      "raise EVMM_NCCLMEM_HOST_TAIL, which lets buffers end in host memory");
+      fmt::format("raise {}EVMM_NCCLMEM_HOST_TAIL, which lets buffers end in host memory",
+                  room < free_bytes ? "EVMM_NCCLMEM_DEVICE_LIMIT, or " : ""));
 }
 
 elastic_region ncclmem_pool::make(device_id device, const split& parts) const {

@@ -59,7 +59,12 @@ TEST(ncclmem, beyond_the_limit_it_ends_in_host_memory) {
     void* const second = allocate(4_MiB);
     EXPECT_EQ(handles_of(second, 4_MiB), "H4") << "the device's share is used up";
     void* none = nullptr;
+    testing::internal::CaptureStderr();
     EXPECT_EQ(ncclMemAlloc(&none, 12_MiB), 1) << "ncclUnhandledCudaError";
+    const std::string said = testing::internal::GetCapturedStderr();
+    EXPECT_NE(said.find("help: raise EVMM_NCCLMEM_DEVICE_LIMIT, or EVMM_NCCLMEM_HOST_TAIL"),
+              std::string::npos)
+        << said;
     EXPECT_EQ(ncclMemFree(first), 0);
     void* const third = allocate(10_MiB);
     EXPECT_EQ(handles_of(third, 10_MiB), "D8 H2") << "what was freed is there again";

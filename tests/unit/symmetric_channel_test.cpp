@@ -152,6 +152,51 @@ TEST(symmetric_channel, a_driver_that_fails_breaks_it_and_frees_the_stream) {
   });
 }
 
+/// Rank 0's engine fails at one call after the other while it puts, gets and is put to.
+TEST(symmetric_channel, what_fails_on_its_way_leaves_nothing_behind) {
+  int points = 0;
+  for (const driver_call kind : {driver_call::copy, driver_call::record, driver_call::done}) {
+    for (std::size_t nth = 0, failed = 1; failed != 0 && nth < 40; ++nth) {
+      run_hosts("ab", [&](const rank_context& outer) {
+        rank_context at = outer;
+        const auto faulty = fault_driver::make(outer.on);
+        at.on = faulty;
+        auto region = at.make();
+        region.grow(tier::device, at.granule());
+        const native_stream stream = at.on->create_stream(at.device);
+        const bool fails = at.ranks->rank() == rank_id{0};
+        const rank_id peer{fails ? 1 : 0};
+        const auto before = faulty->alive();
+        std::optional<symmetric_channel> channel(std::in_place, region,
+                                                 channel_options{.chunk_bytes = 4096, .chunks = 2});
+        std::vector<std::byte> bytes(20'000);
+        at.ranks->set_timeout(milliseconds(10'000));
+        at.ranks->barrier("test: both are there");
+        if (fails) faulty->fail_call(kind, nth);
+        const auto said = thrown_by([&] {
+          channel->put(peer, 0, bytes, stream);
+          if (fails) channel->get(peer, 0, bytes, stream);
+          channel->synchronize(stream);
+        });
+        const bool hit = fails && faulty->disarm();
+        at.ranks->barrier("test: both are through");
+        channel.reset();
+        at.on->synchronize(stream);
+        if (fails) {
+          EXPECT_EQ(said.empty(), !hit);
+          failed = hit ? 1 : 0;
+          points += hit ? 1 : 0;
+          auto after = faulty->alive();
+          after.descriptors = before.descriptors;
+          EXPECT_EQ(after, before) << to_string(kind) << " " << nth << ": " << said;
+        }
+        at.on->destroy_stream(stream);
+      });
+    }
+  }
+  EXPECT_GT(points, 20);
+}
+
 /// A rank whose region is larger, or was before it shrank.
 TEST(symmetric_channel, what_is_meant_for_bytes_that_are_not_there_is_named) {
   for (const bool signal : {false, true}) {
