@@ -122,8 +122,8 @@ struct caching_allocator::state {
   bool make_empty(arena& one);
   /// Where an allocation of this thread goes now; under arenas_guard.
   pool_id routed_to(native_stream stream) const;
-  /// What was freed in captures waits for events from now on, once the last capture has ended and
-  /// no stream that used it is captured. When that fails, the rest waits for the next call.
+  /// What was freed in captures waits for events from now on, once no stream that used it is
+  /// captured any more. When that fails, the rest waits for the next call.
   void settle_captured();
 
   /// What a thread found last for a stream.

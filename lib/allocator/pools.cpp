@@ -224,7 +224,6 @@ void caching_allocator::end_capture(pool_id its) {
 }
 
 void caching_allocator::state::settle_captured() {
-  if (captures > 0) return;
   for (arena* each : all_arenas) {
     const std::lock_guard held(each->guard());
     if (!each->deferred) continue;
