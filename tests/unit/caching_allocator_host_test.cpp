@@ -21,6 +21,7 @@
 #include <string_view>
 #include <vector>
 
+#include <malloc.h>
 #include <sched.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -236,6 +237,19 @@ TEST_F(small_device, works_on_after_running_out_many_times) {
 }
 
 // --- contents -----------------------------------------------------------------------------------
+
+TEST(allocator_settings, take_no_memory_each_time_they_change) {
+  const auto on = host_driver::make();
+  caching_allocator allocator(on, device_id{0});
+  const auto change = [&] {
+    allocator.set_memory_fraction(0.5);
+    allocator.set_memory_fraction(1);
+  };
+  change();
+  const std::size_t before = ::mallinfo2().uordblks;
+  for (int i = 0; i < 1000; ++i) change();
+  EXPECT_LT(::mallinfo2().uordblks, before + 64_KiB);
+}
 
 TEST(allocator_moves, leave_alone_what_functions_write_meanwhile) {
   const auto on = host_driver::make({.devices = 1, .device_bytes = 128_MiB});
