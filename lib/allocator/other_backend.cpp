@@ -181,6 +181,8 @@ class async_backend final : public table_backend {
       : table_backend(std::move(on), device) {
     allocator_options native = options;
     native.backend = allocator_backend::native;
+    native.per_process_memory_fraction = 1;  // is kept to
+    native.pinned = {};                      // of another allocator
     if (const std::string ignored = to_string(native); !ignored.empty()) {
       log().warn("backend:cudaMallocAsync ignores the options of the native one: {}", ignored);
     }

@@ -197,6 +197,10 @@ TEST_P(allocator_backend_contract, ignored_options_are_told_once) {
   EXPECT_TRUE(says(said, "garbage_collection_threshold")) << said;
   EXPECT_EQ(std::count(said.begin(), said.end(), '\n'), 1) << said;
   EXPECT_EQ(told("backend:cudaMallocAsync"), "");
+  EXPECT_EQ(told("backend:cudaMallocAsync,per_process_memory_fraction:0.5,"
+                 "pinned_num_register_threads:8"),
+            "")
+      << "kept to, or of the pinned allocator";
 }
 
 TEST_P(allocator_backend_contract, what_only_the_native_one_can_is_refused) {
