@@ -21,6 +21,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <shared_mutex>
 #include <string>
 #include <thread>
@@ -93,8 +94,9 @@ struct caching_allocator::state {
   bool ask_for_frees(std::unique_lock<std::recursive_mutex>& lock);
   void collect_garbage();
   taken take_from_pools(arena& from, std::size_t size, std::unique_lock<spin_lock>& held);
-  /// Gives back up to `wanted` bytes of what nobody uses, idle streams first.
-  std::size_t give_back(std::size_t wanted, const pool_record* only = nullptr);
+  /// Gives back up to `wanted` bytes of what nobody uses, idle streams first; of one tier or all.
+  std::size_t give_back(std::size_t wanted, std::optional<tier> where,
+                        const pool_record* only = nullptr);
   std::unique_lock<spin_lock> lock_quiet(arena& one);
   /// Waits for the event that was recorded first, of `first` if it has any, else of any arena if
   /// `others` count; returns its arena.

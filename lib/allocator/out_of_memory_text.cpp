@@ -17,7 +17,7 @@ struct fragmentation {
   std::size_t largest = 0;        ///< the largest free block that the request could have used
   std::size_t scattered = 0;      ///< free in the same arena, in pieces too small
   std::size_t pinned = 0;         ///< of those, beside live blocks on the same handle or segment
-  std::size_t other_pools = 0;    ///< free in other pools
+  std::size_t other_pools = 0;    ///< free in other pools with a tier of this one's
   std::size_t other_streams = 0;  ///< free in the same pool, on other streams
   std::size_t waiting = 0;        ///< freed, still in use by other streams
 };
@@ -34,7 +34,10 @@ fragmentation look(caching_allocator::state& of, const arena& from) {
       found.scattered = free;
       found.pinned = free - std::min(free, releasable);
     } else if (&one->pool() != &from.pool()) {
-      found.other_pools += free;
+      const auto& tiers = from.pool().options.tiers;
+      const bool alike = std::any_of(tiers.begin(), tiers.end(),
+                                     [&](tier kind) { return one->pool().in_tier(kind); });
+      if (alike) found.other_pools += free;
     } else {
       found.other_streams += free;
     }
