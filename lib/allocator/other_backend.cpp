@@ -232,6 +232,7 @@ class async_backend final : public table_backend {
     const async_memory now = on_->async_usage(device_);
     into.reserved_bytes.all.current = static_cast<std::int64_t>(now.reserved_bytes);
     into.reserved_bytes.all.peak = static_cast<std::int64_t>(now.reserved_peak);
+    into.mapped_bytes = into.reserved_bytes.all.current;
   }
 };
 

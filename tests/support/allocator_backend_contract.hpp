@@ -140,6 +140,7 @@ TEST_P(allocator_backend_contract, the_stream_ordered_backend_gives_back_what_it
   allocator->free(allocator->allocate(32_MiB));
   on->synchronize(native_stream{nullptr});
   EXPECT_GE(allocator->statistics().reserved_bytes.all.current, 32 << 20);
+  EXPECT_GE(allocator->report().mapped_bytes, 32_MiB);
   EXPECT_GE(allocator->cache_info().cached_bytes, 32_MiB);
   EXPECT_GE(allocator->empty_cache(), 32_MiB);
   EXPECT_EQ(allocator->cache_info().cached_bytes, 0u);
