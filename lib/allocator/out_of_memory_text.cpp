@@ -67,8 +67,7 @@ out_of_memory out_of_memory_text(caching_allocator::state& of, const arena& from
   const std::size_t held = of.supply.held_bytes(tier::device);
   std::string text = fmt::format(
       "cannot allocate {} ({} rounded) on DEVICE {}{}: {} of {} are free on the device; this "
-      "process "
-      "holds {}{}, of which {} are allocated",
+      "allocator holds {}{}, of which {} are allocated",
       bytes(report.requested_bytes), bytes(size), of.device.value,
       report.rejected ? " (refused before the driver was asked)" : "", bytes(report.free_bytes),
       bytes(report.total_bytes), bytes(held),
@@ -91,7 +90,7 @@ out_of_memory out_of_memory_text(caching_allocator::state& of, const arena& from
   const bool host_too = from.pool().in_tier(tier::host);
   const memory_usage host = host_too ? host_usage(*of.on) : memory_usage{};
   if (host_too) {
-    text += fmt::format("; host memory: {} of {} are free, this process holds {}",
+    text += fmt::format("; host memory: {} of {} are free, this allocator holds {}",
                         bytes(host.free_bytes), bytes(host.total_bytes),
                         bytes(of.supply.held_bytes(tier::host)));
   }
@@ -101,6 +100,11 @@ out_of_memory out_of_memory_text(caching_allocator::state& of, const arena& from
     if (one.this_process) continue;
     others += one.bytes;
     who += fmt::format("{}process {} {}", who.empty() ? "" : ", ", one.pid, bytes(one.bytes));
+  }
+  const std::size_t known = report.free_bytes + held + others;
+  const std::size_t outside = report.total_bytes - std::min(report.total_bytes, known);
+  if (outside > 0) {
+    text += fmt::format("; in use on the device outside this allocator: {}", bytes(outside));
   }
   if (!who.empty()) text += "; also on the device: " + who;
 

@@ -126,6 +126,17 @@ TEST_F(small_device, names_the_host_tier_when_the_device_is_simply_full) {
   EXPECT_TRUE(says(said, "use a pool whose tiers include the host")) << said;
 }
 
+TEST_F(small_device, tells_what_is_held_outside_the_allocator) {
+  make("");
+  caching_allocator other(on, device_id{0});
+  void* const elsewhere = other.allocate(40_MiB);
+  live.push_back(allocator->allocate(4_MiB));
+  const std::string said = refusal([&] { (void)allocator->allocate(30_MiB); });
+  EXPECT_TRUE(says(said, "this allocator holds 4.0 MiB")) << said;
+  EXPECT_TRUE(says(said, "outside this allocator: 40.0 MiB")) << said;
+  other.free(elsewhere);
+}
+
 TEST_F(small_device, names_both_tiers_when_both_are_full) {
   make("");
   const pool_id pool = allocator->create_pool({.tiers = {tier::device, tier::host}});
@@ -150,7 +161,7 @@ TEST_F(small_device, says_what_the_host_tier_has_where_it_was_asked) {
     return said;
   };
   const std::string host = said_of({.tiers = {tier::host}}, 100_MiB);
-  EXPECT_TRUE(says(host, "host memory: 0 B of 64.0 MiB are free, this process holds 64.0 MiB"))
+  EXPECT_TRUE(says(host, "host memory: 0 B of 64.0 MiB are free, this allocator holds 64.0 MiB"))
       << host;
   EXPECT_TRUE(says(host, "help: use less memory: the host tier is full")) << host;
   const std::string both = said_of({.tiers = {tier::device, tier::host}}, 100_MiB);
