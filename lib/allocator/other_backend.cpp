@@ -189,11 +189,11 @@ class async_backend final : public table_backend {
   }
   ~async_backend() override {
     warn_of_live();
-    for (auto& [at, one] : live_) {
+    for (const auto& one : live_) {
       log_failure("giving back an allocation", [&] {
         const device_scope here(*on_, device_);
-        order(one.stream, one.other_streams);
-        on_->free_async(at, one.stream);
+        order(one.second.stream, one.second.other_streams);
+        on_->free_async(one.first, one.second.stream);
       });
     }
   }
@@ -247,10 +247,10 @@ class uncached_backend final : public table_backend {
         granule_(on_->granularity(memory_location::on(device))) {}
   ~uncached_backend() override {
     warn_of_live();
-    for (const auto& [at, one] : live_) {
+    for (const auto& one : live_) {
       log_failure("waiting for the streams of an allocation", [&] {
         const device_scope here(*on_, device_);
-        wait_for(one.stream, one.other_streams);
+        wait_for(one.second.stream, one.second.other_streams);
       });
     }
   }
