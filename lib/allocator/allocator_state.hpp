@@ -22,6 +22,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <shared_mutex>
 #include <string>
 #include <thread>
@@ -94,8 +95,9 @@ struct caching_allocator::state {
   bool ask_for_frees(std::unique_lock<std::recursive_mutex>& lock);
   void collect_garbage();
   taken take_from_pools(arena& from, std::size_t size, std::unique_lock<spin_lock>& held);
-  /// Gives back up to `wanted` bytes of what nobody uses, idle streams first.
-  std::size_t give_back(std::size_t wanted, const pool_record* only = nullptr);
+  /// Gives back up to `wanted` bytes of what nobody uses, idle streams first; of one tier or all.
+  std::size_t give_back(std::size_t wanted, std::optional<tier> where,
+                        const pool_record* only = nullptr);
   std::unique_lock<spin_lock> lock_quiet(arena& one);
   /// Waits for the event that was recorded first, of `first` if it has any, else of any arena if
   /// `others` count; returns its arena.
@@ -137,8 +139,8 @@ struct caching_allocator::state {
   bool make_empty(arena& one);
   /// Where an allocation of this thread goes now; under arenas_guard.
   pool_id routed_to(native_stream stream) const;
-  /// What was freed in captures waits for events from now on, once the last capture has ended and
-  /// no stream that used it is captured. When that fails, the rest waits for the next call.
+  /// What was freed in captures waits for events from now on, once no stream that used it is
+  /// captured any more. When that fails, the rest waits for the next call.
   void settle_captured();
 
   /// What a thread found last for a stream.

@@ -91,7 +91,6 @@ caching_allocator::state::state(std::shared_ptr<driver> driver, device_id its,
 
 caching_allocator::state::~state() {
   std::size_t live = 0;
-  captures = 0;  // nobody is left to end them
   for (arena* one : all_arenas) {
     live += static_cast<std::size_t>(one->allocated_count());
     log_failure("waiting for a stream before its memory goes", [&] {

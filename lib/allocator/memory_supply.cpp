@@ -252,8 +252,8 @@ std::size_t memory_supply::releasable(arena& from) const {
   return bytes;
 }
 
-std::size_t memory_supply::give_back(arena& from, std::size_t wanted, std::uint64_t older_than,
-                                     bool may_wait) {
+std::size_t memory_supply::give_back(arena& from, std::size_t wanted, std::optional<tier> where,
+                                     std::uint64_t older_than, bool may_wait) {
   if (!from.pool().may_give()) return 0;
   from.merge_recent();
   struct candidate {
@@ -266,14 +266,18 @@ std::size_t memory_supply::give_back(arena& from, std::size_t wanted, std::uint6
   from.for_each_free(0, [&](block* free) {
     if (free->freed_at >= older_than) return;
     if (!free->in->expandable()) {
-      if (from.unused(*free->in)) candidates.push_back({free->freed_at, nullptr, free->in});
+      const bool meant = !where || free->in->memory->where() == *where;
+      if (meant && from.unused(*free->in)) {
+        candidates.push_back({free->freed_at, nullptr, free->in});
+      }
       return;
     }
     const expandable_range& range = *free->in->range;
     const address end = free->at + free->bytes;
     for (address at = range.round_up(free->at); at + granule_ <= end;) {
       span_record* const span = range.span_at(at);
-      if (span->at() >= free->at && span->end() <= end) {
+      const bool meant = !where || span->what.where() == *where;
+      if (meant && span->at() >= free->at && span->end() <= end) {
         span->near = free;
         candidates.push_back({free->freed_at, &span->what, nullptr});
         splits += 2;

@@ -17,6 +17,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -109,9 +110,11 @@ class memory_supply {
   bool add_segment(arena& needy, std::size_t bytes, const supply_terms& terms);
 
   /// Gives back up to `wanted` bytes of free memory of an arena, whose lock is held and whose
-  /// stream is past all use of it; only what was freed before `older_than`, and with `may_wait`
-  /// also what other streams still use at other addresses. Returns the bytes.
-  std::size_t give_back(arena& from, std::size_t wanted, std::uint64_t older_than, bool may_wait);
+  /// stream is past all use of it; only what lies in `where`, if that is said, and was freed before
+  /// `older_than`, and with `may_wait` also what other streams still use at other addresses.
+  /// Returns the bytes.
+  std::size_t give_back(arena& from, std::size_t wanted, std::optional<tier> where,
+                        std::uint64_t older_than, bool may_wait);
   /// What give_back could give.
   std::size_t releasable(arena& from) const;
   /// Lets go of addresses behind which an arena, whose lock is held, has no memory.

@@ -181,17 +181,19 @@ class async_backend final : public table_backend {
       : table_backend(std::move(on), device) {
     allocator_options native = options;
     native.backend = allocator_backend::native;
+    native.per_process_memory_fraction = 1;  // is kept to
+    native.pinned = {};                      // of another allocator
     if (const std::string ignored = to_string(native); !ignored.empty()) {
       log().warn("backend:cudaMallocAsync ignores the options of the native one: {}", ignored);
     }
   }
   ~async_backend() override {
     warn_of_live();
-    for (auto& [at, one] : live_) {
+    for (const auto& one : live_) {
       log_failure("giving back an allocation", [&] {
         const device_scope here(*on_, device_);
-        order(one.stream, one.other_streams);
-        on_->free_async(at, one.stream);
+        order(one.second.stream, one.second.other_streams);
+        on_->free_async(one.first, one.second.stream);
       });
     }
   }
@@ -230,6 +232,7 @@ class async_backend final : public table_backend {
     const async_memory now = on_->async_usage(device_);
     into.reserved_bytes.all.current = static_cast<std::int64_t>(now.reserved_bytes);
     into.reserved_bytes.all.peak = static_cast<std::int64_t>(now.reserved_peak);
+    into.mapped_bytes = into.reserved_bytes.all.current;
   }
 };
 
@@ -244,10 +247,10 @@ class uncached_backend final : public table_backend {
         granule_(on_->granularity(memory_location::on(device))) {}
   ~uncached_backend() override {
     warn_of_live();
-    for (const auto& [at, one] : live_) {
+    for (const auto& one : live_) {
       log_failure("waiting for the streams of an allocation", [&] {
         const device_scope here(*on_, device_);
-        wait_for(one.stream, one.other_streams);
+        wait_for(one.second.stream, one.second.other_streams);
       });
     }
   }

@@ -17,7 +17,7 @@ struct fragmentation {
   std::size_t largest = 0;        ///< the largest free block that the request could have used
   std::size_t scattered = 0;      ///< free in the same arena, in pieces too small
   std::size_t pinned = 0;         ///< of those, beside live blocks on the same handle or segment
-  std::size_t other_pools = 0;    ///< free in other pools
+  std::size_t other_pools = 0;    ///< free in other pools with a tier of this one's
   std::size_t other_streams = 0;  ///< free in the same pool, on other streams
   std::size_t waiting = 0;        ///< freed, still in use by other streams
 };
@@ -34,7 +34,10 @@ fragmentation look(caching_allocator::state& of, const arena& from) {
       found.scattered = free;
       found.pinned = free - std::min(free, releasable);
     } else if (&one->pool() != &from.pool()) {
-      found.other_pools += free;
+      const auto& tiers = from.pool().options.tiers;
+      const bool alike = std::any_of(tiers.begin(), tiers.end(),
+                                     [&](tier kind) { return one->pool().in_tier(kind); });
+      if (alike) found.other_pools += free;
     } else {
       found.other_streams += free;
     }
@@ -64,8 +67,7 @@ out_of_memory out_of_memory_text(caching_allocator::state& of, const arena& from
   const std::size_t held = of.supply.held_bytes(tier::device);
   std::string text = fmt::format(
       "cannot allocate {} ({} rounded) on DEVICE {}{}: {} of {} are free on the device; this "
-      "process "
-      "holds {}{}, of which {} are allocated",
+      "allocator holds {}{}, of which {} are allocated",
       bytes(report.requested_bytes), bytes(size), of.device.value,
       report.rejected ? " (refused before the driver was asked)" : "", bytes(report.free_bytes),
       bytes(report.total_bytes), bytes(held),
@@ -88,7 +90,7 @@ out_of_memory out_of_memory_text(caching_allocator::state& of, const arena& from
   const bool host_too = from.pool().in_tier(tier::host);
   const memory_usage host = host_too ? host_usage(*of.on) : memory_usage{};
   if (host_too) {
-    text += fmt::format("; host memory: {} of {} are free, this process holds {}",
+    text += fmt::format("; host memory: {} of {} are free, this allocator holds {}",
                         bytes(host.free_bytes), bytes(host.total_bytes),
                         bytes(of.supply.held_bytes(tier::host)));
   }
@@ -98,6 +100,11 @@ out_of_memory out_of_memory_text(caching_allocator::state& of, const arena& from
     if (one.this_process) continue;
     others += one.bytes;
     who += fmt::format("{}process {} {}", who.empty() ? "" : ", ", one.pid, bytes(one.bytes));
+  }
+  const std::size_t known = report.free_bytes + held + others;
+  const std::size_t outside = report.total_bytes - std::min(report.total_bytes, known);
+  if (outside > 0) {
+    text += fmt::format("; in use on the device outside this allocator: {}", bytes(outside));
   }
   if (!who.empty()) text += "; also on the device: " + who;
 

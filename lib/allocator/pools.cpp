@@ -82,7 +82,7 @@ bool caching_allocator::state::make_empty(arena& one) {
   }
   if (capturing(one.stream())) return false;
   const auto held = lock_quiet(one);
-  supply.give_back(one, std::numeric_limits<std::size_t>::max(),
+  supply.give_back(one, std::numeric_limits<std::size_t>::max(), {},
                    std::numeric_limits<std::uint64_t>::max(), true);
   return one.empty();
 }
@@ -221,7 +221,6 @@ void caching_allocator::end_capture(pool_id its) {
 }
 
 void caching_allocator::state::settle_captured() {
-  if (captures > 0) return;
   for (arena* each : all_arenas) {
     const std::lock_guard held(each->guard());
     if (!each->deferred) continue;

@@ -96,10 +96,11 @@ void caching_allocator::state::collect_garbage() {
     std::size_t excess = held_bytes - keep;
     for (arena* one : all_arenas) {
       if (excess == 0) break;
-      if (capturing(one->stream())) continue;
+      if (!one->pool().in_tier(tier::device) || capturing(one->stream())) continue;
       const std::lock_guard held(one->guard());
       if (supply.releasable(*one) == 0 || !on->idle(one->stream())) continue;
-      excess -= std::min(excess, supply.give_back(*one, excess, now - age / 2, false));
+      excess -=
+          std::min(excess, supply.give_back(*one, excess, tier::device, now - age / 2, false));
     }
     if (age == 1) break;
   }
@@ -134,12 +135,14 @@ std::unique_lock<spin_lock> caching_allocator::state::lock_quiet(arena& one) {
   }
 }
 
-std::size_t caching_allocator::state::give_back(std::size_t wanted, const pool_record* only) {
+std::size_t caching_allocator::state::give_back(std::size_t wanted, std::optional<tier> where,
+                                                const pool_record* only) {
   std::size_t given = 0;
   for (const bool idle_only : {true, false}) {
     for (arena* one : all_arenas) {
       if (given >= wanted) return given;
       if (only != nullptr && &one->pool() != only) continue;
+      if (where && !one->pool().in_tier(*where)) continue;
       {
         const std::lock_guard held(one->guard());
         if (!one->pool().may_give() || supply.releasable(*one) == 0) continue;
@@ -147,7 +150,7 @@ std::size_t caching_allocator::state::give_back(std::size_t wanted, const pool_r
       if (capturing(one->stream())) continue;
       if (idle_only && !on->idle(one->stream())) continue;
       const auto held = lock_quiet(*one);
-      given += supply.give_back(*one, wanted - given, k_all, true);
+      given += supply.give_back(*one, wanted - given, where, k_all, true);
     }
   }
   return given;
@@ -305,7 +308,7 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
       if (block* const found = extend(from, size, terms, held)) return {&from, found};
     }
     for (const std::size_t enough : {size, k_all}) {
-      if (give_back(enough) == 0) break;
+      if (give_back(enough, where) == 0) break;
       if (block* const found = extend(from, size, terms, held)) return {&from, found};
     }
   }

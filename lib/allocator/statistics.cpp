@@ -215,7 +215,7 @@ std::size_t caching_allocator::empty_cache(std::optional<pool_id> pool) {
     }
   }
   if (s.captures == 0) ++s.full_waits;
-  const std::size_t given = s.give_back(static_cast<std::size_t>(-1), only);
+  const std::size_t given = s.give_back(static_cast<std::size_t>(-1), {}, only);
   for (arena* one : s.all_arenas) {
     if ((only != nullptr && &one->pool() != only) || !one->pool().may_give()) continue;
     const std::lock_guard held(one->guard());

@@ -140,6 +140,7 @@ TEST_P(allocator_backend_contract, the_stream_ordered_backend_gives_back_what_it
   allocator->free(allocator->allocate(32_MiB));
   on->synchronize(native_stream{nullptr});
   EXPECT_GE(allocator->statistics().reserved_bytes.all.current, 32 << 20);
+  EXPECT_GE(allocator->report().mapped_bytes, 32_MiB);
   EXPECT_GE(allocator->cache_info().cached_bytes, 32_MiB);
   EXPECT_GE(allocator->empty_cache(), 32_MiB);
   EXPECT_EQ(allocator->cache_info().cached_bytes, 0u);
@@ -197,6 +198,10 @@ TEST_P(allocator_backend_contract, ignored_options_are_told_once) {
   EXPECT_TRUE(says(said, "garbage_collection_threshold")) << said;
   EXPECT_EQ(std::count(said.begin(), said.end(), '\n'), 1) << said;
   EXPECT_EQ(told("backend:cudaMallocAsync"), "");
+  EXPECT_EQ(told("backend:cudaMallocAsync,per_process_memory_fraction:0.5,"
+                 "pinned_num_register_threads:8"),
+            "")
+      << "kept to, or of the pinned allocator";
 }
 
 TEST_P(allocator_backend_contract, what_only_the_native_one_can_is_refused) {

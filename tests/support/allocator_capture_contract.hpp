@@ -250,11 +250,13 @@ TEST_P(allocator_capture_contract, an_end_that_fails_leaves_nothing_stuck) {
     void* const block = allocator->allocate(3_MiB, stream);
     allocator->record_stream(block, other);
     allocator->free(block);
-    allocator->begin_capture(pool);
-    graph.end();  // another capture still allocates here
+    allocator->begin_capture(pool);  // another one that allocates here
+    on->fail_call(driver_call::record, 0);
+    EXPECT_THROW(graph.end(), driver_error);
+    allocator->end_allocate_to_pool(pool);
   }
-  on->fail_call(driver_call::record, 0);
-  EXPECT_THROW(allocator->end_capture(pool), driver_error);
+  EXPECT_TRUE(on->disarm());
+  allocator->end_capture(pool);
   allocator->release_pool(pool);
   allocator->empty_cache();
   EXPECT_EQ(reserved(), 0);
@@ -291,6 +293,32 @@ TEST_P(allocator_capture_contract, a_capture_that_was_not_told_of_leaves_nothing
     allocator->free(allocator->allocate(held, origin));
     EXPECT_EQ(allocator->statistics().active.all.current, 0) << "waited for when memory is short";
   }
+}
+
+TEST_P(allocator_capture_contract, a_capture_waits_for_no_capture_of_others) {
+  make();
+  const native_stream stream = new_stream();
+  const native_stream side = new_stream();
+  const pool_id pool = allocator->create_pool();
+  const pool_id other = allocator->create_pool();
+  allocator->begin_capture(other);  // and it goes on
+  {
+    capture graph(*this, pool, stream);
+    void* const block = allocator->allocate(3_MiB, stream);
+    on->fill(at(block), std::byte{1}, 512, stream);
+    join(stream, side);
+    on->fill(at(block), std::byte{2}, 512, side);
+    allocator->record_stream(block, side);
+    allocator->free(block);
+    join(side, stream);
+    graph.end();
+  }
+  on->synchronize(stream);
+  on->synchronize(side);
+  allocator->release_pool(pool);
+  EXPECT_THROW((void)allocator->pool_use_count(pool), invalid_argument) << "nothing lives in it";
+  EXPECT_EQ(reserved(), 0);
+  allocator->end_capture(other);
 }
 
 TEST_P(allocator_capture_contract, the_default_pool_is_not_captured_into) {

@@ -197,6 +197,26 @@ TEST_P(allocator_shortage_contract, cached_memory_of_idle_streams_goes_first) {
   allocator->free(block);
 }
 
+TEST_P(allocator_shortage_contract, memory_of_one_tier_is_not_given_back_for_the_other) {
+  for (const char* const config : {"garbage_collection_threshold:0.3",
+                                   "garbage_collection_threshold:0.3,expandable_segments:False"}) {
+    make(config);
+    allow(40_MiB);
+    const pool_id host = allocator->create_pool({.tiers = {tier::host}});
+    allocator->begin_allocate_to_pool(host);
+    free({allocator->allocate(20_MiB)});
+    allocator->end_allocate_to_pool(host);
+    const std::size_t cached = allocator->report().host_tier_bytes;
+    free({allocator->allocate(30_MiB, new_stream())});
+    free({allocator->allocate(12_MiB)});
+    void* const live = allocator->allocate(30_MiB);
+    const std::string said = refusal([&] { (void)allocator->allocate(20_MiB); });
+    EXPECT_FALSE(says(said, "in other pools")) << said;
+    EXPECT_EQ(allocator->report().host_tier_bytes, cached) << config;
+    allocator->free(live);
+  }
+}
+
 TEST_P(allocator_shortage_contract, only_as_much_is_given_back_as_the_request_needs) {
   make(k_segments);
   allow(80_MiB);

@@ -25,6 +25,7 @@
 #include <utility>
 #include <vector>
 
+#include <malloc.h>
 #include <sched.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -129,6 +130,17 @@ TEST_F(small_device, names_the_host_tier_when_the_device_is_simply_full) {
   EXPECT_TRUE(says(said, "use a pool whose tiers include the host")) << said;
 }
 
+TEST_F(small_device, tells_what_is_held_outside_the_allocator) {
+  make("");
+  caching_allocator other(on, device_id{0});
+  void* const elsewhere = other.allocate(40_MiB);
+  live.push_back(allocator->allocate(4_MiB));
+  const std::string said = refusal([&] { (void)allocator->allocate(30_MiB); });
+  EXPECT_TRUE(says(said, "this allocator holds 4.0 MiB")) << said;
+  EXPECT_TRUE(says(said, "outside this allocator: 40.0 MiB")) << said;
+  other.free(elsewhere);
+}
+
 TEST_F(small_device, names_both_tiers_when_both_are_full) {
   make("");
   const pool_id pool = allocator->create_pool({.tiers = {tier::device, tier::host}});
@@ -153,7 +165,7 @@ TEST_F(small_device, says_what_the_host_tier_has_where_it_was_asked) {
     return said;
   };
   const std::string host = said_of({.tiers = {tier::host}}, 100_MiB);
-  EXPECT_TRUE(says(host, "host memory: 0 B of 64.0 MiB are free, this process holds 64.0 MiB"))
+  EXPECT_TRUE(says(host, "host memory: 0 B of 64.0 MiB are free, this allocator holds 64.0 MiB"))
       << host;
   EXPECT_TRUE(says(host, "help: use less memory: the host tier is full")) << host;
   const std::string both = said_of({.tiers = {tier::device, tier::host}}, 100_MiB);
@@ -240,6 +252,19 @@ TEST_F(small_device, works_on_after_running_out_many_times) {
 }
 
 // --- contents -----------------------------------------------------------------------------------
+
+TEST(allocator_settings, take_no_memory_each_time_they_change) {
+  const auto on = host_driver::make();
+  caching_allocator allocator(on, device_id{0});
+  const auto change = [&] {
+    allocator.set_memory_fraction(0.5);
+    allocator.set_memory_fraction(1);
+  };
+  change();
+  const std::size_t before = ::mallinfo2().uordblks;
+  for (int i = 0; i < 1000; ++i) change();
+  EXPECT_LT(::mallinfo2().uordblks, before + 64_KiB);
+}
 
 TEST(allocator_moves, leave_alone_what_functions_write_meanwhile) {
   const auto on = host_driver::make({.devices = 1, .device_bytes = 128_MiB});
