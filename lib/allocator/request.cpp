@@ -56,7 +56,9 @@ block* caching_allocator::state::extend(arena& from, std::size_t size, const sup
   held = std::unique_lock(from.guard());
   block* found = nullptr;
   if (supply.add_segment(from, rules.segment_bytes(size), terms)) {
-    found = from.take_free(size, from.pool().options.no_split);
+    // It serves the request it was made for, also where max_split_size would keep it from others.
+    const segment_record& made = *from.segments.back();
+    found = from.take_at(made.base, from.pool().options.no_split ? made.bytes : size);
   }
   if (found == nullptr) held.unlock();
   return found;

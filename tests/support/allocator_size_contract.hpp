@@ -123,6 +123,19 @@ TEST_P(allocator_size_contract, blocks_of_max_split_size_are_not_split) {
   free({other, again});
 }
 
+TEST_P(allocator_size_contract, a_segment_of_max_split_size_serves_what_it_was_made_for) {
+  make("expandable_segments:False,max_split_size_mb:20");
+  void* const small_part = allocator->allocate(5_MiB);
+  EXPECT_EQ(reserved(), 20_MiB);
+  EXPECT_EQ(block_bytes(small_part), 5_MiB);
+  void* const rest = allocator->allocate(9_MiB);
+  EXPECT_EQ(reserved(), 20_MiB) << "what is left is below the limit";
+  void* const nearly = allocator->allocate(19_MiB + 1);
+  EXPECT_EQ(block_bytes(nearly), 20_MiB) << "too little is left to split";
+  EXPECT_EQ(reserved(), 40_MiB);
+  free({small_part, rest, nearly});
+}
+
 TEST_P(allocator_size_contract, max_non_split_rounding_bounds_what_an_unsplit_block_wastes) {
   make("expandable_segments:False,max_split_size_mb:20,max_non_split_rounding_mb:30");
   void* const big = allocator->allocate(80_MiB);
