@@ -2,7 +2,6 @@
 #include "comm/collective_change.hpp"
 
 #include "lib/memory/copier.hpp"
-#include "lib/memory/device_scope.hpp"
 
 #include <algorithm>
 #include <chrono>
@@ -85,8 +84,7 @@ void run_steps(const collective_context& context, const collective_change& chang
   agree("quiesce", times.quiesce, [&] {
     followed.ask();
     announced.emplace(context.observers, change.what, context.rollbacks);
-    const device_scope current(context.on, context.device);
-    wait_for(context.on, change.in_use);
+    wait_for(context.on, context.device, change.in_use);
   });
   if (followed.followed()) agree("take down", times.take_down, [&] { followed.take_down(); });
   if (change.copy_out) agree("copy", times.copy, change.copy_out);

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/footprint.hpp"
 #include "comm/symmetric_state.hpp"
-#include "lib/memory/device_scope.hpp"
 #include "lib/memory/region_rules.hpp"
 #include "lib/support/format.hpp"
 #include "lib/support/log.hpp"
@@ -119,8 +118,7 @@ symmetric_region::state::~state() {
 void symmetric_region::state::close(const uses& in_use) {
   if (closed) return;
   const auto let_go = [&] {
-    const device_scope current(*on, device);
-    wait_for(*on, in_use);
+    wait_for(*on, device, in_use);
     followers.gone();
   };
   try {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lib/memory/copier.hpp"
 
+#include "lib/memory/device_scope.hpp"
 #include "lib/support/log.hpp"
 
 #include <evmm/error.hpp>
@@ -9,7 +10,8 @@
 
 namespace evmm {
 
-void wait_for(driver& on, const uses& in_use) {
+void wait_for(driver& on, device_id device, const uses& in_use) {
+  const device_scope current(on, device);
   for (const native_stream stream : in_use.streams) on.synchronize(stream);
   for (const native_event event : in_use.events) on.synchronize(event);
 }
@@ -75,6 +77,7 @@ scoped_event copier::behind(native_stream used) {
 }
 
 void copier::follow(const uses& in_use) {
+  const device_scope current(driver_, device_);  // whose default stream is meant
   for (const native_stream used : in_use.streams) {
     driver_.wait(stream(), behind(used).get());
   }

@@ -17,8 +17,9 @@
 
 namespace [[gnu::visibility("default")]] evmm {
 
-/// Blocks until the work enqueued so far on what `in_use` names is done.
-void wait_for(driver& on, const uses& in_use);
+/// Blocks until the work enqueued so far on what `in_use` names is done. The default stream is the
+/// device's.
+void wait_for(driver& on, device_id device, const uses& in_use);
 
 /// Memory mapped at addresses of its own for as long as it takes to copy from or to it.
 class scratch_mapping {

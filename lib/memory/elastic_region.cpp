@@ -156,7 +156,7 @@ std::size_t elastic_region::state::shrink(std::size_t bytes, const uses& in_use)
   const std::size_t dropped = before - own.size();
   try {
     announced_change change = announce(change_kind::shrink, own.size(), dropped);
-    wait_for(*on, in_use);
+    wait_for(*on, device, in_use);
     unmap_retired(retired, change);
   } catch (...) {
     own.push_all(std::move(retired));
@@ -199,7 +199,7 @@ void elastic_region::state::migrate(std::size_t index, tier kind, const uses& in
   slot& place = moving->place;
   memory_lease next = source.acquire(kind, place.bytes);
   announced_change change = announce(change_kind::migrate, own.offset_of(*moving), place.bytes);
-  wait_for(*on, in_use);
+  wait_for(*on, device, in_use);
   {
     const scratch_mapping scratch(*on, *next.get(), access);
     copies.copy(scratch.base(), place.at, place.bytes);
@@ -299,7 +299,7 @@ void elastic_region::state::discard(contents kept, const uses& in_use, std::size
     }
   }
   announced_change change = announce(change_kind::discard, offset, end - offset);
-  wait_for(*on, in_use);
+  wait_for(*on, device, in_use);
   for (std::size_t i = 0; i < leaving.size(); ++i) {
     if (!backups[i].get()) continue;
     const scratch_mapping scratch(*on, *backups[i].get(), access);

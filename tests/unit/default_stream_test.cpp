@@ -3,6 +3,7 @@
 #include "tests/support/thread_hosts.hpp"
 
 #include <evmm/comm/symmetric_channel.hpp>
+#include <evmm/elastic_region.hpp>
 #include <evmm/host_driver.hpp>
 #include <evmm/units.hpp>
 
@@ -63,11 +64,11 @@ class one_default_stream final : public forwarding_driver {
   mutable std::atomic<int> uses_ = 0;
 };
 
-class default_stream : public ::testing::TestWithParam<std::string> {};
-INSTANTIATE_TEST_SUITE_P(hosts, default_stream, ::testing::Values("aa", "ab"),
+class channel_default_stream : public ::testing::TestWithParam<std::string> {};
+INSTANTIATE_TEST_SUITE_P(hosts, channel_default_stream, ::testing::Values("aa", "ab"),
                          [](const auto& info) { return info.param; });
 
-TEST_P(default_stream, is_that_of_the_regions_device) {
+TEST_P(channel_default_stream, is_that_of_the_regions_device) {
   run_hosts(GetParam(), [](const rank_context& outer) {
     rank_context at = outer;
     at.device = device_id{1};
@@ -97,6 +98,31 @@ TEST_P(default_stream, is_that_of_the_regions_device) {
     channel.close();
     region.close({.streams = all});
   });
+}
+
+TEST(default_stream, of_an_elastic_region_is_that_of_its_device) {
+  const auto on = std::make_shared<one_default_stream>(
+      host_driver::make({.devices = 2, .device_bytes = 64_MiB}), device_id{1});
+  on->set_current_device(device_id{0});
+  elastic_region region(on, {.device = device_id{1}, .reserve = 64_MiB});
+  for (int i = 0; i < 4; ++i) region.grow(tier::device, 2_MiB);
+  const native_stream all[] = {nullptr};
+  const uses in_use{.streams = all};
+  int before = 0;
+  const auto expect_asked = [&](const char* what) {
+    EXPECT_GT(on->uses(), std::exchange(before, on->uses())) << what;
+  };
+  region.migrate(0, tier::host, in_use);
+  expect_asked("migrate");
+  region.migrate_later(1, tier::host, in_use);
+  expect_asked("migrate_later");
+  region.shrink(2_MiB, in_use);
+  expect_asked("shrink");
+  region.shrink_later(2_MiB, in_use);
+  expect_asked("shrink_later");
+  region.discard(contents::drop, in_use);
+  expect_asked("discard");
+  EXPECT_EQ(on->current_device(), device_id{0});
 }
 
 }  // namespace
