@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// NCCL's collectives on region memory, values checked, before and after the region changes.
+// NCCL's collectives on memory of regions and heaps, values checked, before and after it changes.
 #include "tests/gpu/nccl_job.hpp"
 #include "tests/support/scoped_capture.hpp"
 #include "tests/support/thread_ranks.hpp"
+
+#include <evmm/comm/symmetric_buffer.hpp>
+#include <evmm/comm/symmetric_heap.hpp>
 
 #include <gtest/gtest.h>
 #include <nccl.h>
@@ -148,6 +151,38 @@ TEST_F(nccl_collectives, hold_with_symmetric_windows_and_user_buffers) {
   }
   comm.close();
   region.close();
+}
+
+TEST_F(nccl_collectives, hold_on_buffers_of_a_heap) {
+  symmetric_heap heap(make_region(1_GiB), {.growth_step = 32_MiB});
+  auto comm = make_communicator();
+  {
+    const symmetric_buffer<std::byte> first(heap, 16_MiB, stream);
+    const nccl_window window(comm, heap.region());
+    int round = 0;
+    const auto check = [&](const symmetric_buffer<std::byte>& buffer) {
+      EXPECT_EQ(window.why_down(), "");
+      check_collectives(comm, buffer.local(), buffer.bytes(), ++round);
+    };
+    check(first);
+    const auto kept = read<std::int32_t>(first.local(), first.bytes() / 4);
+    const symmetric_buffer<std::byte> second(heap, 64_MiB, stream);  // more than there is
+    EXPECT_EQ(read<std::int32_t>(first.local(), kept.size()), kept);
+    check(first);
+    check(second);
+    if (comm.why_not(nccl_ability::host_segments).empty()) {
+      for (const tier kind : {tier::host, tier::device}) {
+        heap.migrate(second.offset(), second.bytes(), kind, own_stream());
+        check(first);
+        check(second);
+      }
+    }
+    heap.compact(own_stream());
+    check(first);
+    check(second);
+  }
+  comm.close();
+  heap.close();
 }
 
 TEST_F(nccl_collectives, a_captured_graph_pins_the_window) {
