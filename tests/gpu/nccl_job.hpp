@@ -29,6 +29,7 @@ class nccl_job : public testing::Test {
     std::string why_not;
     if (!cuda_available(&why_not)) GTEST_SKIP() << why_not;
     if (!load_nccl().why_not.empty()) GTEST_SKIP() << load_nccl().why_not;
+    if (world()->size() == 1) GTEST_SKIP() << "alone there are no peers: start two ranks or more";
     on = make_cuda_driver();
     if (on->device_count() < static_cast<int>(world()->node_ranks().size())) {
       GTEST_SKIP() << "a GPU for each rank is needed, " << on->device_count() << " are here";

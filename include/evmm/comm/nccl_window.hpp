@@ -29,7 +29,9 @@ struct nccl_range {
   std::span<const native_stream> streams = {};
 };
 
-/// Where an offset of the region lies in NCCL's eyes.
+/// Where an offset of the region lies in NCCL's eyes. NCCL below 2.30 gives a rank that is alone on
+/// its node, or the only one, a window that serves collectives but is no device memory: a kernel
+/// that reads it faults.
 struct nccl_place {
   ncclWindow_vidmem* window = nullptr;  ///< an ncclWindow_t
   std::size_t offset = 0;               ///< in that window
