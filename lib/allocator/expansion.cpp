@@ -315,9 +315,11 @@ block* memory_supply::expand(arena& needy, std::size_t bytes, std::size_t reserv
     }
     // What is made for a request that fails would be held for nothing, and nobody else have it.
     if (to_do.steps.size() > 1 && terms.where == tier::device && !terms.in_parts) {
-      const std::size_t room = held_bytes(tier::device) + room_for(to_do.made_bytes());
-      if (held_bytes(tier::device) + to_do.made_bytes() > room && terms.limit > room) {
-        terms.limit = room;
+      const std::size_t made = to_do.made_bytes();
+      const std::size_t room = room_for(made);
+      const std::size_t limit = held_bytes(tier::device) + room;
+      if (made > room && limit < terms.limit) {
+        terms.limit = limit;
         continue;
       }
     }
