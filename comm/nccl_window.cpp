@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/nccl_follower.hpp"
+#include "lib/support/nccl_version.hpp"
 
 #include <evmm/comm/nccl_window.hpp>
 #include <evmm/error.hpp>
@@ -26,6 +27,16 @@ nccl_window::~nccl_window() = default;
 
 nccl_place nccl_window::at(std::size_t offset) const {
   const nccl_follower::piece& found = state_->at(offset);
+  const nccl_communicator::state& on = state_->on();
+  if (!on.on->kernels_reach(reinterpret_cast<address>(found.handle))) {
+    throw unsupported(
+        fmt::format(
+            "what NCCL {} returned for this window serves its collectives alone, and kernels "
+            "that follow it would fault: it has no mappings of all ranks' memory",
+            nccl_version_text(on.version)),
+        "kernels follow windows where NCCL reaches all ranks directly (below 2.30 several ranks of "
+        "one node); symmetric_view leads to the ranks of a node everywhere");
+  }
   const std::size_t within = offset - found.span.offset;
   return {static_cast<ncclWindow_vidmem*>(found.handle), within, found.span.bytes - within};
 }

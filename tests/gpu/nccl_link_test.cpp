@@ -5,9 +5,12 @@
 #include "tests/support/ep_cases.hpp"
 
 #include <evmm/comm/nccl_link.hpp>
+#include <evmm/comm/nccl_window.hpp>
 #include <evmm/driver.hpp>
+#include <evmm/error.hpp>
 #include <evmm/units.hpp>
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -62,6 +65,33 @@ TEST_F(nccl_link, carries_what_crosses_nodes_in_an_expert_parallel_exchange) {
 
 TEST_F(nccl_link, carries_what_crosses_nodes_in_low_latency_rounds) {
   run_random_low_latency(at_, 20, 22, options_);
+}
+
+/// What a window tells kernels is memory that they reach, or it tells them nothing.
+void expect_followed_or_refused(const rank_context& at, nccl_communicator& on) {
+  symmetric_region region(at.ranks, at.on, {.device = at.device, .reserve = 64_MiB});
+  region.grow(tier::device, 4_MiB);
+  {
+    const nccl_window window(on, region);
+    try {
+      EXPECT_TRUE(at.on->kernels_reach(reinterpret_cast<address>(window.at(2_MiB).window)));
+    } catch (const unsupported& refused) {
+      EXPECT_THAT(refused.what(), ::testing::HasSubstr("collectives alone"));
+    }
+  }
+  region.close();
+}
+
+TEST_F(nccl_link, windows_lead_kernels_to_memory_or_are_refused) {
+  expect_followed_or_refused(at_, *nccl_);
+}
+
+TEST_F(nccl_link, windows_of_the_only_rank_lead_kernels_to_memory_or_are_refused) {
+  rank_context alone = at_;
+  alone.ranks = make_thread_bootstraps(1)[0];
+  nccl_communicator on(alone.ranks, at_.on, nccl_options{.device = at_.device});
+  expect_followed_or_refused(alone, on);
+  on.close();
 }
 
 /// What a channel promises, with all but the smallest puts and gets by NCCL.

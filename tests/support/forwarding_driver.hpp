@@ -109,4 +109,11 @@ class forwarding_driver : public driver {
   std::shared_ptr<driver> inner_;
 };
 
+/// Kernels reach nothing of what it has, as of ordinary memory on CUDA.
+class unreached final : public forwarding_driver {
+ public:
+  using forwarding_driver::forwarding_driver;
+  bool kernels_reach(address) const override { return false; }
+};
+
 }  // namespace evmm::test

@@ -133,13 +133,6 @@ TEST(large_transfers, a_rank_that_leaves_them_to_messages_says_so_for_all) {
   });
 }
 
-/// Kernels reach nothing of it, as of ordinary memory on CUDA.
-class unreached final : public forwarding_driver {
- public:
-  using forwarding_driver::forwarding_driver;
-  bool kernels_reach(address) const override { return false; }
-};
-
 TEST(large_transfers, memory_that_kernels_do_not_reach_goes_in_messages) {
   run_large({}, [](const rank_context& outer) {
     rank_context at = outer;

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "tests/support/forwarding_driver.hpp"
 #include "tests/support/nccl_ranks.hpp"
 #include "tests/support/scoped_capture.hpp"
 
@@ -281,6 +282,20 @@ TEST_P(nccl_versions, a_window_over_a_buffer_of_a_heap_holds_it_wherever_it_lies
       }
     }
     on.close();
+  });
+}
+
+TEST(nccl_window, what_kernels_cannot_follow_is_not_told) {
+  const nccl_fixture fake({.version = 23007});
+  run_nccl_ranks(2, [](const rank_context& outer) {
+    rank_context at = outer;
+    at.on = std::make_shared<unreached>(outer.on);
+    two_device_segments made(at);
+    const nccl_window window(made.on, made.region);
+    EXPECT_EQ(text_of(window.pieces()), "0+6") << "collectives have it";
+    EXPECT_THAT(thrown_by([&] { (void)window.at(3_MiB); }),
+                AllOf(StartsWith("unsupported"), HasSubstr("NCCL 2.30.7"), HasSubstr("fault")));
+    EXPECT_THAT(thrown_by([&] { (void)window.at(6_MiB); }), StartsWith("invalid_argument"));
   });
 }
 

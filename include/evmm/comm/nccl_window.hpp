@@ -29,9 +29,7 @@ struct nccl_range {
   std::span<const native_stream> streams = {};
 };
 
-/// Where an offset of the region lies in NCCL's eyes. NCCL below 2.30 gives a rank that is alone on
-/// its node, or the only one, a window that serves collectives but is no device memory: a kernel
-/// that reads it faults.
+/// Where an offset of the region lies in NCCL's eyes.
 struct nccl_place {
   ncclWindow_vidmem* window = nullptr;  ///< an ncclWindow_t
   std::size_t offset = 0;               ///< in that window
@@ -72,8 +70,10 @@ class nccl_window {
   /// go on with windows on some ranks only. NCCL work that uses it must be done.
   ~nccl_window();
 
-  /// Where `offset` (from the region's base) lies. Throws invalid_argument outside of the range, in
-  /// a segment left out, and while the window is down.
+  /// Where `offset` (from the region's base) lies, for kernels. Throws invalid_argument outside of
+  /// the range, in a segment left out, and while the window is down; unsupported where NCCL keeps
+  /// nothing on the device that kernels could follow: where it does not reach all ranks directly,
+  /// and below 2.30 also for a communicator's only rank.
   nccl_place at(std::size_t offset) const;
   /// A peer's address for `offset`, for kernels: NCCL's own mapping of it. Throws unsupported below
   /// NCCL 2.29 or where NCCL reaches the rank by the network alone.
