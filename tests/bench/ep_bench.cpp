@@ -86,7 +86,7 @@ void measure_exchange(benchmark::State& state, const job& at, const ep_case& wan
   mine.fill_results(exchange.combine_buffer());
   combine();
   wrong += mine.wrong_sums();
-  if (mine.refuse(state, wrong, "before the rounds")) return;
+  if (at.refuse(state, wrong, "before the rounds")) return;
 
   // What is there is spoilt, so that the last round must have written what is compared.
   const std::size_t bytes = bytes_of(what, mine);
@@ -106,7 +106,7 @@ void measure_exchange(benchmark::State& state, const job& at, const ep_case& wan
     wrong = wrong_rows(got);
   }
   exchange.check();
-  if (mine.refuse(state, wrong, "after the rounds")) return;
+  if (at.refuse(state, wrong, "after the rounds")) return;
   state.counters["sms"] = wanted.sms;
   report_memory(state, mine, exchange.options().device_rows, host_bytes, bytes);
   at.ranks->barrier("bench: done");
@@ -124,7 +124,7 @@ void measure_nccl(benchmark::State& state, const job& at, const ep_case& wanted,
   mine.fill_results(nccl.results());
   combine();
   wrong += mine.wrong_sums();
-  if (mine.refuse(state, wrong, "before the rounds")) return;
+  if (at.refuse(state, wrong, "before the rounds")) return;
 
   const std::size_t bytes = bytes_of(what, mine);
   if (what == step::combine) {
@@ -136,7 +136,7 @@ void measure_nccl(benchmark::State& state, const job& at, const ep_case& wanted,
     mine.measure(state, bytes, [&] { nccl.dispatch(stream); });
     wrong = mine.wrong_rows(nccl.received());
   }
-  if (mine.refuse(state, wrong, "after the rounds")) return;
+  if (at.refuse(state, wrong, "after the rounds")) return;
   // NCCL does not tell how many it takes; this is what it was held to.
   if (const auto most = environment_integer("NCCL_MAX_CTAS", 1, 1024)) {
     state.counters["sms"] = static_cast<double>(*most);

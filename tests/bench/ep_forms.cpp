@@ -97,7 +97,7 @@ void measure_low_latency(benchmark::State& state, const job& at, const ep_case& 
     combine();
     wrong += mine.wrong_sums();
   }
-  if (mine.refuse(state, wrong, "before the rounds")) return;
+  if (at.refuse(state, wrong, "before the rounds")) return;
   const std::size_t bytes =
       what == part::dispatch ? mine.dispatched_bytes() : ep_job::combined_bytes();
   // A round is both; the other half is not timed.
@@ -111,7 +111,7 @@ void measure_low_latency(benchmark::State& state, const job& at, const ep_case& 
   wrong = mine.wrong_sums();
   exchange.check();
   if (exchange.dead_ranks() != 0) ++wrong;
-  if (mine.refuse(state, wrong, "after the rounds")) return;
+  if (at.refuse(state, wrong, "after the rounds")) return;
   state.counters["sms"] = wanted.sms;
   at.ranks->barrier("bench: done");
 }
@@ -152,7 +152,7 @@ void measure_layout(benchmark::State& state, const job& at, const ep_case& wante
   mine.fill_results(exchange.combine_buffer(), blocks());
   combine();
   wrong += mine.wrong_sums();
-  if (mine.refuse(state, wrong, "before the rounds")) return;
+  if (at.refuse(state, wrong, "before the rounds")) return;
   switch (what) {
     case part::dispatch:
       mine.measure(state, mine.dispatched_bytes(), dispatch);
@@ -174,7 +174,7 @@ void measure_layout(benchmark::State& state, const job& at, const ep_case& wante
       break;
   }
   exchange.check();
-  if (mine.refuse(state, wrong, "after the rounds")) return;
+  if (at.refuse(state, wrong, "after the rounds")) return;
   state.counters["sms"] = wanted.sms;
   at.ranks->barrier("bench: done");
 }

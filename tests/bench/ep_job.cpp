@@ -271,13 +271,4 @@ void ep_job::measure(benchmark::State& state, std::size_t bytes_a_row,
   state.counters["busiest_GBps"] = rate(busiest, 1);
 }
 
-bool ep_job::refuse(benchmark::State& state, std::size_t wrong, const char* when) const {
-  const double most = at_.slowest(static_cast<double>(wrong));
-  if (most != 0) {
-    state.SkipWithError(
-        fmt::format("{} rows or elements of a rank were wrong {}", most, when).c_str());
-  }
-  return most != 0;
-}
-
 }  // namespace evmm::bench

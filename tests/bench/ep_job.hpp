@@ -106,8 +106,6 @@ class ep_job {
   /// `then` runs behind each, untimed.
   void measure(benchmark::State& state, std::size_t bytes_a_row, const std::function<void()>& step,
                const std::function<void()>& then = {});
-  /// Whether any rank found something wrong; then the case is skipped with the reason.
-  bool refuse(benchmark::State& state, std::size_t wrong, const char* when) const;
 
  private:
   bool by_expert() const { return wanted.arranged == ep::layout::by_expert; }

@@ -7,30 +7,11 @@
 
 #include <fmt/format.h>
 
-#include <memory>
 #include <vector>
 
 namespace evmm::bench {
 
 namespace {
-
-/// The communicator of all cases, left to the end of the process: to make one costs seconds. Why
-/// there is none is kept too.
-nccl_communicator& communicator(const job& at) {
-  static nccl_communicator* made = nullptr;
-  static std::string why_not;
-  if (!why_not.empty()) throw unsupported(why_not);
-  if (made == nullptr) {
-    try {
-      // Calls that return before NCCL has enqueued its work could not be timed on a stream.
-      made = new nccl_communicator(at.ranks, at.on, {.device = at.device, .blocking = true});
-    } catch (const error& failure) {
-      why_not = fmt::format("no NCCL to compare with: {}", failure.what());
-      throw unsupported(why_not);
-    }
-  }
-  return *made;
-}
 
 void check(int code, const char* call) {
   if (code == nccl_success) return;
@@ -40,7 +21,10 @@ void check(int code, const char* call) {
 }  // namespace
 
 nccl_exchange::nccl_exchange(const job& at, const ep_job& mine)
-    : job_(mine), rank_(at.ranks->rank().value), on_(communicator(at)) {
+    : job_(mine),
+      rank_(at.ranks->rank().value),  // Calls that return before NCCL has enqueued its work could
+                                      // not be timed on a stream.
+      on_(shared_communicator(at, {.blocking = true})) {
   const ep_routing& routing = mine.routing;
   const auto slots = routing.send_slots(rank_);
   tokens_ = cuda_array(routing.send_tokens(rank_));

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/bench/job_support.hpp"
 
+#include <evmm/error.hpp>
+
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -31,6 +35,30 @@ int place_on_machine(const bootstrap& ranks) {
 double job::slowest(double seconds) const {
   const auto all = ranks->all_gather_value(seconds, "bench: slowest");
   return *std::max_element(all.begin(), all.end());
+}
+
+bool job::refuse(benchmark::State& state, std::size_t wrong, const char* when) const {
+  const double most = slowest(static_cast<double>(wrong));
+  if (most == 0) return false;
+  state.SkipWithError(
+      fmt::format("{} rows or elements of a rank were wrong {}", most, when).c_str());
+  return true;
+}
+
+nccl_communicator& shared_communicator(const job& at, nccl_options wanted) {
+  static nccl_communicator* made = nullptr;
+  static std::string why_not;
+  if (!why_not.empty()) throw unsupported(why_not);
+  if (made == nullptr) {
+    try {
+      wanted.device = at.device;
+      made = new nccl_communicator(at.ranks, at.on, wanted);
+    } catch (const error& failure) {
+      why_not = fmt::format("no NCCL between these ranks: {}", failure.what());
+      throw unsupported(why_not);
+    }
+  }
+  return *made;
 }
 
 void add_case(const std::string& name, int rounds, std::function<void(benchmark::State&)> body) {

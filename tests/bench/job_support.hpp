@@ -5,6 +5,7 @@
 #include "tests/support/fault_driver.hpp"
 
 #include <evmm/comm/bootstrap.hpp>
+#include <evmm/comm/nccl_communicator.hpp>
 #include <evmm/comm/symmetric_region.hpp>
 
 #include <functional>
@@ -27,7 +28,14 @@ struct job {
   }
   /// The largest of all ranks'.
   double slowest(double seconds) const;
+  /// Skips the case, on all ranks, where `wrong` is not 0 on some; whether it did.
+  bool refuse(benchmark::State& state, std::size_t wrong, const char* when) const;
 };
+
+/// The communicator of all cases, on the job's device and else as the first caller wants it; left
+/// to the end of the process: to make one costs seconds. Where there can be none, the same
+/// unsupported at every call.
+nccl_communicator& shared_communicator(const job& at, nccl_options wanted = {});
 
 /// Registers `body(state)`, run `rounds` times on every rank, with manual time in microseconds. An
 /// error, which is the same on every rank, skips the case with its reason.

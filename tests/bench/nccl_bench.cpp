@@ -16,11 +16,8 @@ namespace {
 
 using namespace evmm::units;
 
-/// The communicator of all cases, left to the end of the process: to make one costs seconds.
 nccl_communicator& communicator(const job& at) {
-  static auto* const made =
-      new nccl_communicator(at.ranks, at.on, {.device = at.device, .window_bytes = 64_GiB});
-  return *made;
+  return shared_communicator(at, {.window_bytes = 64_GiB});
 }
 
 double microseconds(std::chrono::nanoseconds time) {

@@ -1,20 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a channel moves between nodes: each rank to the next one and from the one before, by
 // messages and by an NCCL link, beside ncclSend and ncclRecv, and MPI through page-locked memory.
-// Run under mpirun, on several hosts or on one, where each rank then counts as a node of its own,
-// for NCCL too.
+// Run under mpirun, on several hosts or on one, which then counts as several (pretend_hosts).
 #include "comm/nccl_library.hpp"
 #include "lib/memory/device_scope.hpp"
-#include "tests/bench/job_support.hpp"
+#include "tests/bench/nodes_support.hpp"
 
-#include <evmm/comm/nccl_communicator.hpp>
 #include <evmm/comm/nccl_link.hpp>
 #include <evmm/comm/symmetric_channel.hpp>
 #include <evmm/units.hpp>
 
 #include <mpi.h>
 
-#include <cstdlib>
+#include <cstdio>
+#include <exception>
 #include <functional>
 #include <span>
 #include <string>
@@ -27,7 +26,6 @@ namespace {
 using namespace evmm::units;
 
 constexpr std::size_t k_most = 256_MiB;
-constexpr int k_rounds = 10;
 
 /// What all cases share, left to the end of the process: a region with room for a source and a
 /// destination, and a stream.
@@ -53,19 +51,11 @@ ground& shared(const job& at) {
   static auto* const made = new ground(at);
   return *made;
 }
-nccl_communicator& communicator(const job& at) {
-  static auto* const made = new nccl_communicator(at.ranks, at.on, {.device = at.device});
-  return *made;
-}
 
-/// Times `step` on all ranks together; once before for what is set up at the first use.
+/// Times `step`, which moves `bytes`.
 void measure(benchmark::State& state, const job& at, std::size_t bytes,
              const std::function<void()>& step) {
-  step();
-  for (auto _ : state) {
-    at.ranks->barrier("bench: start");
-    state.SetIterationTime(at.slowest(seconds(step)));
-  }
+  measure_together(state, at, step);
   count_bytes(state, bytes);
 }
 
@@ -94,7 +84,8 @@ void by_channel(benchmark::State& state, const job& at, std::size_t bytes, bool 
                 const move& moves) {
   ground& on = shared(at);
   channel_options options;
-  if (nccl) options.link = make_nccl_link(communicator(at), at.ranks->make_link(), {.large = 1});
+  if (nccl)
+    options.link = make_nccl_link(shared_communicator(at), at.ranks->make_link(), {.large = 1});
   symmetric_channel channel(on.region, options);
   at.on->fill(reinterpret_cast<address>(on.region.local()) + 2 * k_most - 8, std::byte{0}, 8,
               on.stream);
@@ -109,7 +100,7 @@ void by_channel(benchmark::State& state, const job& at, std::size_t bytes, bool 
 
 void by_nccl(benchmark::State& state, const job& at, std::size_t bytes) {
   const ground& on = shared(at);
-  nccl_communicator& nccl = communicator(at);
+  nccl_communicator& nccl = shared_communicator(at);
   const nccl_api& api = load_nccl().api;
   const device_scope current(*at.on, at.device);
   measure(state, at, bytes, [&] {
@@ -144,7 +135,7 @@ void by_mpi(benchmark::State& state, const job& at, std::size_t bytes) {
 void add_sizes(const std::string& name,
                const std::function<void(benchmark::State&, std::size_t)>& body) {
   for (const std::size_t bytes : {64_KiB, 1_MiB, 4_MiB, 16_MiB, 64_MiB, k_most}) {
-    add_case(name + "/bytes:" + std::to_string(bytes), k_rounds,
+    add_case(name + "/bytes:" + std::to_string(bytes), k_node_rounds,
              [=](benchmark::State& state) { body(state, bytes); });
   }
 }
@@ -167,26 +158,16 @@ void add_cases(const job& at) {
   }
   add_sizes("nodes/peer_mpi_sendrecv_pinned",
             [at](auto& state, std::size_t bytes) { by_mpi(state, at, bytes); });
-}
-
-/// Ranks that are all on one host pretend to be on as many.
-void pretend_hosts() {
-  const auto of = [](const char* name) {
-    const char* const text = std::getenv(name);
-    return std::string(text != nullptr ? text : "");
-  };
-  if (of("OMPI_COMM_WORLD_LOCAL_SIZE") != of("OMPI_COMM_WORLD_SIZE")) return;
-  const std::string rank = of("OMPI_COMM_WORLD_RANK");
-  // NOLINTBEGIN(concurrency-mt-unsafe): there is one thread yet
-  setenv("EVMM_HOST_ID", rank.c_str(), 1);
-  setenv("NCCL_HOSTID", ("evmm-bench-" + rank).c_str(), 1);
-  // NOLINTEND(concurrency-mt-unsafe)
+  add_node_exchanges(at);
 }
 
 }  // namespace
 }  // namespace evmm::bench
 
-int main(int argc, char** argv) {
+int main(int argc, char** argv) try {
   evmm::bench::pretend_hosts();
   return evmm::bench::run_job(argc, argv, evmm::bench::add_cases);
+} catch (const std::exception& failure) {
+  std::fprintf(stderr, "%s: %s\n", argv[0], failure.what());
+  return 1;
 }
