@@ -8,7 +8,10 @@
 
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <memory>
+#include <string>
+#include <vector>
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -107,6 +110,26 @@ TEST(elastic_region, deferred_changes_follow_the_streams_of_peers) {
   EXPECT_EQ(region.size(), 4_MiB);
   EXPECT_EQ(*region.data(), std::byte{7});
   on->destroy_stream(stream);
+}
+
+TEST(elastic_region, a_host_tier_that_is_full_is_out_of_memory_from_the_first_use_on) {
+  const auto on = host_driver::make({.host_bytes = 4_MiB, .numa_nodes = {0, 1}});
+  elastic_region first(
+      on, {.reserve = 64_MiB, .host = {.how = host_placement::policy::interleave, .nodes = {}}});
+  first.grow(tier::host, 4_MiB);
+  first.grow(tier::host, 4_MiB);
+  elastic_region second(on, {.reserve = 64_MiB});
+  try {
+    second.grow(tier::host, 2_MiB);
+    FAIL() << "both nodes are full";
+  } catch (const out_of_memory& full) {
+    const std::string said = full.what();
+    EXPECT_NE(said.find("HOST_NUMA 0"), std::string::npos) << said;
+    EXPECT_NE(said.find("HOST_NUMA 1"), std::string::npos) << said;
+  }
+  first.shrink(4_MiB);
+  first.trim_cache();
+  second.grow(tier::host, 2_MiB);
 }
 
 TEST(elastic_region, a_forked_child_is_told_so) {
