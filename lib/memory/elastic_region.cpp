@@ -151,12 +151,12 @@ std::size_t elastic_region::state::shrink(std::size_t bytes, const uses& in_use)
   finish();
   const std::size_t count = tail_segments_within(own.sizes(), bytes);
   if (count == 0) return 0;
-  const std::size_t before = own.size();
+  const std::size_t kept = own.offset_of(own.at(own.count() - count));
+  const std::size_t dropped = own.size() - kept;
+  announced_change change = announce(change_kind::shrink, kept, dropped);
+  wait_for(*on, device, in_use);
   auto retired = own.pop(count);
-  const std::size_t dropped = before - own.size();
   try {
-    announced_change change = announce(change_kind::shrink, own.size(), dropped);
-    wait_for(*on, device, in_use);
     unmap_retired(retired, change);
   } catch (...) {
     own.push_all(std::move(retired));

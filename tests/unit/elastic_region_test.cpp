@@ -132,6 +132,24 @@ TEST(elastic_region, a_host_tier_that_is_full_is_out_of_memory_from_the_first_us
   second.grow(tier::host, 2_MiB);
 }
 
+TEST(elastic_region, observers_of_a_shrink_see_the_segments_before_and_after) {
+  const auto on = host_driver::make();
+  elastic_region region(on, {.reserve = 64_MiB});
+  for (int i = 0; i < 3; ++i) region.grow(tier::device, 2_MiB);
+  std::vector<std::size_t> sizes;
+  const auto look = [&](const region_change&) { sizes.push_back(region.size()); };
+  const auto looks = region.observe({.before_change = look, .after_change = look});
+  {
+    const auto vetoes = region.observe(
+        {.before_change = [](const region_change&) { throw unsupported("in use by a graph"); }});
+    EXPECT_THROW(region.shrink(2_MiB), unsupported);
+  }
+  EXPECT_EQ(sizes, (std::vector<std::size_t>{6_MiB, 6_MiB})) << "it was off";
+  sizes.clear();
+  EXPECT_EQ(region.shrink(2_MiB), 2_MiB);
+  EXPECT_EQ(sizes, (std::vector<std::size_t>{6_MiB, 4_MiB}));
+}
+
 TEST(elastic_region, a_forked_child_is_told_so) {
   const auto on = host_driver::make();
   elastic_region region(on, {.reserve = 8_MiB});
