@@ -298,6 +298,8 @@ void elastic_region::state::discard(contents kept, const uses& in_use, std::size
       }
     }
   }
+  std::vector<memory_ptr> memory;
+  for (const part_segment* segment : leaving) memory.push_back(segment->place.memory);
   announced_change change = announce(change_kind::discard, offset, end - offset);
   wait_for(*on, device, in_use);
   for (std::size_t i = 0; i < leaving.size(); ++i) {
@@ -308,15 +310,14 @@ void elastic_region::state::discard(contents kept, const uses& in_use, std::size
   remap swap(*on, access);
   for (part_segment* segment : leaving) swap.replace(segment->place, nullptr);
   swap.apply();
-  // One entry a segment, in order: all of them were backed.
-  std::vector<memory_ptr> unused = swap.commit();
+  swap.commit();
   for (std::size_t i = 0; i < leaving.size(); ++i) {
     leaving[i]->discarded = true;
     // Host memory is its own backup: nothing is won by copying it to other host memory.
     if (kept == contents::backup) {
-      leaving[i]->backup = backups[i].get() ? backups[i].take() : std::move(unused[i]);
+      leaving[i]->backup = backups[i].get() ? backups[i].take() : std::move(memory[i]);
     }
-    source.release(std::move(unused[i]));
+    source.release(std::move(memory[i]));
   }
   commit(change, counts.discards);
 }

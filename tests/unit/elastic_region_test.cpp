@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "tests/support/forwarding_driver.hpp"
 #include "tests/support/region_contract.hpp"
 #include "tests/support/region_fault_contract.hpp"
 
@@ -148,6 +149,43 @@ TEST(elastic_region, observers_of_a_shrink_see_the_segments_before_and_after) {
   sizes.clear();
   EXPECT_EQ(region.shrink(2_MiB), 2_MiB);
   EXPECT_EQ(sizes, (std::vector<std::size_t>{6_MiB, 4_MiB}));
+}
+
+/// A driver that refuses a number of maps after some more.
+class full_of_mappings final : public forwarding_driver {
+ public:
+  using forwarding_driver::forwarding_driver;
+  void map(address at, std::size_t bytes, allocation_handle handle) override {
+    if (left == 0 && refused > 0) {
+      --refused;
+      throw driver_error("no more mappings");
+    }
+    left -= left > 0 ? 1 : 0;
+    forwarding_driver::map(at, bytes, handle);
+  }
+  std::size_t left = 0;
+  std::size_t refused = 0;
+};
+
+TEST(elastic_region, a_segment_that_could_not_be_put_back_can_be_discarded_and_restored) {
+  const auto on = std::make_shared<full_of_mappings>(host_driver::make());
+  elastic_region region(on, {.reserve = 64_MiB});
+  region.grow(tier::device, 2_MiB);
+  region.grow(tier::device, 2_MiB);
+  write_pattern(*on, reinterpret_cast<address>(region.data()), region.size(), 2);
+  // The copy may map, the swap may not; putting back is tried twice.
+  on->left = 1;
+  on->refused = 2;
+  EXPECT_THROW(region.migrate(0, tier::host), driver_error);
+  EXPECT_TRUE(holds_pattern(*on, reinterpret_cast<address>(region.data()), region.size(), 2));
+  on->left = 1;
+  on->refused = 3;
+  EXPECT_THROW(region.migrate(0, tier::host), driver_error);
+  region.discard(contents::drop);
+  EXPECT_EQ(region.statistics().discarded_bytes, 4_MiB);
+  region.restore();
+  write_pattern(*on, reinterpret_cast<address>(region.data()), region.size(), 3);
+  EXPECT_TRUE(holds_pattern(*on, reinterpret_cast<address>(region.data()), region.size(), 3));
 }
 
 TEST(elastic_region, a_forked_child_is_told_so) {
