@@ -10,8 +10,23 @@
 
 namespace evmm {
 
+namespace {
+
+/// Waiting for a stream that is being captured would end its capture, and an event that is recorded
+/// there is never over.
+void check_no_capture(driver& on, std::span<const native_stream> streams) {
+  for (const native_stream stream : streams) {
+    if (on.capture(stream).status == capture_status::none) continue;
+    throw invalid_argument("a region cannot wait for a stream that is being captured",
+                           "change the region before the capture, or after it");
+  }
+}
+
+}  // namespace
+
 void wait_for(driver& on, device_id device, const uses& in_use) {
   const device_scope current(on, device);
+  check_no_capture(on, in_use.streams);
   for (const native_stream stream : in_use.streams) on.synchronize(stream);
   for (const native_event event : in_use.events) on.synchronize(event);
 }
@@ -78,6 +93,7 @@ scoped_event copier::behind(native_stream used) {
 
 void copier::follow(const uses& in_use) {
   const device_scope current(driver_, device_);  // whose default stream is meant
+  check_no_capture(driver_, in_use.streams);
   for (const native_stream used : in_use.streams) {
     driver_.wait(stream(), behind(used).get());
   }

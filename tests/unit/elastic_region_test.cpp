@@ -188,6 +188,32 @@ TEST(elastic_region, a_segment_that_could_not_be_put_back_can_be_discarded_and_r
   EXPECT_TRUE(holds_pattern(*on, reinterpret_cast<address>(region.data()), region.size(), 3));
 }
 
+TEST(elastic_region, a_stream_that_is_being_captured_is_refused_and_its_capture_goes_on) {
+  const auto on = host_driver::make();
+  elastic_region region(on, {.reserve = 64_MiB});
+  for (int i = 0; i < 2; ++i) region.grow(tier::device, 2_MiB);
+  const native_stream stream = on->create_stream({0});
+  const uses captured{.streams = {&stream, 1}};
+  const std::vector<std::function<void()>> changes = {
+      [&] { region.shrink(2_MiB, captured); },
+      [&] { region.migrate(0, tier::host, captured); },
+      [&] { region.discard(contents::drop, captured); },
+      [&] { region.shrink_later(2_MiB, captured); },
+      [&] { region.migrate_later(0, tier::host, captured); },
+  };
+  for (const auto& change : changes) {
+    on->begin_capture(stream);
+    on->fill(reinterpret_cast<address>(region.data()), std::byte{1}, 8, stream);
+    EXPECT_THROW(change(), invalid_argument);
+    EXPECT_EQ(on->capture(stream).status, capture_status::active);
+    EXPECT_EQ(region.poll(), 0u);
+    EXPECT_NO_THROW(on->end_capture(stream));
+  }
+  EXPECT_EQ(region.size(), 4_MiB);
+  region.migrate(0, tier::host);
+  on->destroy_stream(stream);
+}
+
 TEST(elastic_region, a_forked_child_is_told_so) {
   const auto on = host_driver::make();
   elastic_region region(on, {.reserve = 8_MiB});
