@@ -9,9 +9,11 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <utility>
+#include <vector>
 
 namespace evmm::test {
 namespace {
@@ -180,6 +182,37 @@ TEST(store_bootstrap, a_store_that_fails_for_one_rank_fails_the_step_for_all) {
     EXPECT_EQ(what(failure), "peer_error: barrier 'tea' failed on rank 1: connection reset");
   }
   EXPECT_LT(std::chrono::steady_clock::now() - since, std::chrono::seconds(10));
+}
+
+TEST(store_bootstrap, whatever_a_store_throws_on_one_rank_fails_the_step_for_all) {
+  const std::vector<std::function<void()>> ways = {
+      [] { throw driver_error("connection reset", "try again", 104); },
+      [] { throw timed_out("no answer"); },
+      [] { throw 7; },
+  };
+  for (const auto& fail : ways) {
+    memory_store store;
+    const auto since = std::chrono::steady_clock::now();
+    const auto thrown = run_ranks(3, [&](int rank) {
+      bool fails = false;
+      auto face = store.face();
+      if (rank == 1) {
+        face.get = [&, get = face.get](const std::string& key, std::chrono::milliseconds wait) {
+          if (std::exchange(fails, false)) fail();
+          return get(key, wait);
+        };
+      }
+      const auto ranks = make_store_bootstrap(rank_id{rank}, 3, face);
+      fails = rank == 1;
+      ranks->barrier("tea");
+      ranks->barrier("more tea");
+    });
+    for (const auto& failure : thrown) {
+      EXPECT_THAT(what(failure), HasSubstr("barrier 'tea' failed on rank 1: "));
+      EXPECT_EQ(what(failure), what(thrown[1]));
+    }
+    EXPECT_LT(std::chrono::steady_clock::now() - since, std::chrono::seconds(10));
+  }
 }
 
 TEST(callback_bootstrap, checks_what_the_callback_returns) {

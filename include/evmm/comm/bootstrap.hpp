@@ -130,6 +130,7 @@ std::shared_ptr<bootstrap> make_mpi_bootstrap(ompi_communicator_t* communicator 
 
 /// A key-value store that all ranks see: torch.distributed's TCPStore, Redis, etcd, a directory.
 struct key_value_store {
+/// What its functions throw on one rank fails the step on all, as a peer_error.
   /// Publishes a value; a rank sets a key once.
   std::function<void(const std::string& key, std::span<const std::byte> value)> set;
   /// The value, or nullopt if it is not there within the wait, which may be 0. Called again until
