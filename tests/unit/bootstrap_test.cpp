@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/support/bootstrap_contract.hpp"
 #include "tests/support/memory_store.hpp"
+#include "tests/support/scoped_variable.hpp"
 #include "tests/support/thread_ranks.hpp"
 
 #include <evmm/comm/bootstrap.hpp>
@@ -12,6 +13,8 @@
 #include <functional>
 #include <memory>
 #include <stdexcept>
+#include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -215,6 +218,21 @@ TEST(store_bootstrap, whatever_a_store_throws_on_one_rank_fails_the_step_for_all
   }
 }
 
+TEST(store_bootstrap, a_timeout_that_one_rank_cannot_read_fails_all_and_soon) {
+  memory_store store;
+  std::string said;
+  {
+    const scoped_variable bad("EVMM_TIMEOUT_MS", "soon");
+    std::jthread first(
+        [&] { said = thrown_by([&] { make_store_bootstrap(rank_id{0}, 2, store.face()); }); });
+    EXPECT_TRUE(store.get("evmm/evmm/0/0", std::chrono::seconds(5))) << "it takes part";
+    unsetenv("EVMM_TIMEOUT_MS");
+    EXPECT_THAT(thrown_by([&] { make_store_bootstrap(rank_id{1}, 2, store.face()); }),
+                StartsWith("invalid_argument: rank 0: EVMM_TIMEOUT_MS is 'soon'"));
+  }
+  EXPECT_THAT(said, StartsWith("invalid_argument: rank 0: EVMM_TIMEOUT_MS is 'soon'"));
+}
+
 TEST(callback_bootstrap, checks_what_the_callback_returns) {
   using messages = std::vector<std::vector<std::byte>>;
   const auto made_over = [](messages result) {
@@ -266,6 +284,7 @@ TEST(bootstrap, checks_its_rank_and_its_environment) {
   ASSERT_EQ(setenv("EVMM_TIMEOUT_MS", "soon", 1), 0);
   EXPECT_THAT(thrown_by([&] { make_store_bootstrap(rank_id{0}, 1, store.face()); }),
               HasSubstr("EVMM_TIMEOUT_MS is 'soon'"));
+  EXPECT_THAT(thrown_by([] { make_thread_bootstraps(1); }), HasSubstr("EVMM_TIMEOUT_MS is 'soon'"));
   unsetenv("EVMM_TIMEOUT_MS");
 }
 
