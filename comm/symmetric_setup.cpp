@@ -125,17 +125,17 @@ symmetric_region::state::~state() {
 
 void symmetric_region::state::close(const uses& in_use) {
   if (closed) return;
-  const auto let_go = [&] {
-    wait_for(*on, device, in_use);
-    followers.gone();
-  };
+  const auto wait = [&] { wait_for(*on, device, in_use); };
   try {
-    agree_on(*ranks, "close", let_go);
+    agree_on(*ranks, "close", wait);
+    followers.gone();
+    ranks->barrier("close: unmap");  // no memory goes before all observers let go of it
   } catch (const error& gone) {
     if (!ranks->broken()) throw;
     // Whoever is left wants its memory back; its own streams are what counts for that.
     log().warn("closing a symmetric region without its peers: {}", gone.what());
-    let_go();
+    wait();
+    followers.gone();
   }
   closed = true;
   parts.clear();

@@ -12,6 +12,8 @@
 
 #include <algorithm>
 #include <functional>
+#include <stdexcept>
+#include <utility>
 #include <vector>
 
 namespace evmm::test {
@@ -390,6 +392,25 @@ void calls_on_different_regions_are_an_error_for_all(const rank_context& at) {
   first.close();
 }
 
+void a_close_that_fails_leaves_the_region_and_its_observers(const rank_context& at) {
+  auto region = at.make();
+  region.grow(tier::device, at.granule());
+  int gone = 0;
+  const auto follows = region.follow({.gone = [&] { ++gone; }});
+  const native_stream stream = at.on->create_stream(at.device);
+  const bool last = at.ranks->rank().value == at.ranks->size() - 1;
+  if (last) at.on->launch(stream, [] { throw std::runtime_error("a kernel that failed"); });
+  const auto said = thrown_by_all(*at.ranks, [&] { region.close({.streams = {&stream, 1}}); });
+  EXPECT_NE(said.find("a kernel that failed"), std::string::npos) << said;
+  EXPECT_EQ(gone, 0);
+  expect_shared(region, 33);
+  region.close({.streams = {&stream, 1}});
+  EXPECT_EQ(gone, 1);
+  at.on->destroy_stream(stream);
+  { const symmetric_region ends = std::move(region); }
+  EXPECT_EQ(gone, 1) << "told once";
+}
+
 }  // namespace
 
 symmetric_region rank_context::make(symmetric_options options) const {
@@ -414,6 +435,7 @@ const std::vector<symmetric_case>& symmetric_cases() {
       EVMM_CASE(different_arguments_are_an_error_for_all),
       EVMM_CASE(wrong_calls_are_refused_alike),
       EVMM_CASE(calls_on_different_regions_are_an_error_for_all),
+      EVMM_CASE(a_close_that_fails_leaves_the_region_and_its_observers),
       EVMM_CASE(collective_observers_go_down_and_come_up_together),
       EVMM_CASE(one_ranks_observer_vetoes_for_all),
       EVMM_CASE(the_same_address_everywhere_when_asked_for),
