@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <utility>
 
 namespace evmm {
@@ -128,11 +129,12 @@ class conversation {
   memory_lists result() {
     if (failure_ != nullptr) std::rethrow_exception(failure_);
     if (!failed_.empty()) {
-      const auto& [rank, message] = *failed_.begin();
-      throw peer_error(fmt::format(
-          "rank {} could not share its memory: {}{}", rank, message,
-          failed_.size() == 1 ? std::string()
-                              : fmt::format(" (and {} more ranks failed)", failed_.size() - 1)));
+      const auto& [rank, why] = *failed_.begin();
+      throw peer_error(fmt::format("rank {} could not share its memory: {}{}", rank, why.message,
+                                   failed_.size() == 1 ? std::string()
+                                                       : fmt::format(" (and {} more ranks failed)",
+                                                                     failed_.size() - 1)),
+                       why.help, why.native_code);
     }
     return std::move(imported_);
   }
@@ -181,7 +183,7 @@ class conversation {
                        "the ranks of a node must make the same calls in the same order");
     }
     if (header.kind == message_kind::failure) {
-      failed_.emplace_back(from.rank, read.why.info.message);
+      failed_.emplace(from.rank, std::move(read.why.info));
       from.heard = true;
       return;
     }
@@ -236,8 +238,8 @@ class conversation {
   std::vector<talk> talks_;
   std::vector<outgoing_packet> packets_;  ///< the same for every peer
   memory_lists imported_;
-  std::exception_ptr failure_;                       ///< of this rank
-  std::vector<std::pair<int, std::string>> failed_;  ///< peers that had nothing to share, and why
+  std::exception_ptr failure_;        ///< of this rank
+  std::map<int, error_info> failed_;  ///< peers that had nothing to share, and why
 };
 
 }  // namespace
