@@ -98,6 +98,12 @@ void copier::follow(const uses& in_use) {
     driver_.wait(stream(), behind(used).get());
   }
   for (const native_event used : in_use.events) driver_.wait(stream(), used);
+  if (in_use.events.empty() || driver_.capture(stream()).status == capture_status::none) return;
+  // No driver tells of an event that it is recorded in a capture; its waiter becomes part of that.
+  const native_stream drawn = *std::exchange(stream_, std::nullopt);
+  log_failure("destroying a captured stream", [&] { driver_.destroy_stream(drawn); });
+  throw invalid_argument("a region cannot wait for an event that is recorded in a capture",
+                         "change the region before the capture, or after it");
 }
 
 scoped_event copier::copy_after(address to, address from, std::size_t bytes, const uses& in_use) {

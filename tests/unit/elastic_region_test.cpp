@@ -214,6 +214,32 @@ TEST(elastic_region, a_stream_that_is_being_captured_is_refused_and_its_capture_
   on->destroy_stream(stream);
 }
 
+TEST(elastic_region, an_event_of_a_capture_is_refused_and_draws_nothing_into_it) {
+  const auto on = host_driver::make();
+  elastic_region region(on, {.reserve = 64_MiB});
+  for (int i = 0; i < 2; ++i) region.grow(tier::device, 2_MiB);
+  const native_stream stream = on->create_stream({0});
+  const native_event event = on->create_event({0});
+  const uses captured{.events = {&event, 1}};
+  const std::vector<std::function<void()>> changes = {
+      [&] { region.shrink_later(2_MiB, captured); },
+      [&] { region.migrate_later(0, tier::host, captured); },
+  };
+  for (const auto& change : changes) {
+    on->begin_capture(stream);
+    on->fill(reinterpret_cast<address>(region.data()), std::byte{1}, 8, stream);
+    on->record(event, stream);
+    EXPECT_THROW(change(), invalid_argument);
+    EXPECT_EQ(region.poll(), 0u);
+    EXPECT_NO_THROW(on->end_capture(stream));
+  }
+  region.migrate_later(0, tier::host);
+  region.finish();
+  EXPECT_EQ(region.segments()[0].where.kind, tier::host);
+  on->destroy_event(event);
+  on->destroy_stream(stream);
+}
+
 TEST(elastic_region, a_forked_child_is_told_so) {
   const auto on = host_driver::make();
   elastic_region region(on, {.reserve = 8_MiB});
