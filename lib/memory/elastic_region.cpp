@@ -407,7 +407,16 @@ driver& elastic_region::on() const noexcept {
 }
 
 region_statistics elastic_region::statistics() const {
-  return describe_statistics(state_->counts, state_->own, state_->source, state_->copies);
+  region_statistics all =
+      describe_statistics(state_->counts, state_->own, state_->source, state_->copies);
+  for (const pending& waiting : state_->queue) {
+    for (const auto& gone : waiting.retired) {  // held until it is unmapped
+      if (gone->backup) all.backup_bytes += gone->backup->size();
+      if (gone->discarded) continue;
+      (gone->where.kind == tier::device ? all.device_bytes : all.host_bytes) += gone->place.bytes;
+    }
+  }
+  return all;
 }
 
 grown elastic_region::grow(tier kind, std::size_t bytes) {

@@ -240,6 +240,27 @@ TEST(elastic_region, an_event_of_a_capture_is_refused_and_draws_nothing_into_it)
   on->destroy_stream(stream);
 }
 
+TEST(elastic_region, memory_that_retires_counts_until_it_is_unmapped) {
+  const auto on = host_driver::make();
+  elastic_region region(on, {.reserve = 64_MiB, .cache_limit = 0});
+  for (const tier kind : {tier::host, tier::device, tier::device}) region.grow(kind, 2_MiB);
+  region.discard(contents::backup, {}, 2, 1);
+  const native_stream stream = on->create_stream({0});
+  const auto held = [&] {
+    const region_statistics now = region.statistics();
+    return std::vector{now.host_bytes, now.device_bytes, now.backup_bytes};
+  };
+  {
+    stream_gate gate(*on, stream);
+    region.shrink_later(6_MiB, {.streams = {&stream, 1}});
+    EXPECT_EQ(region.size(), 0u);
+    EXPECT_EQ(held(), (std::vector{2_MiB, 2_MiB, 2_MiB}));
+  }
+  region.finish();
+  EXPECT_EQ(held(), (std::vector<std::size_t>{0, 0, 0}));
+  on->destroy_stream(stream);
+}
+
 TEST(elastic_region, a_forked_child_is_told_so) {
   const auto on = host_driver::make();
   elastic_region region(on, {.reserve = 8_MiB});
