@@ -115,16 +115,24 @@ std::string link_target(const char* path) {
   return size > 0 ? std::string(target.data(), static_cast<std::size_t>(size)) : std::string();
 }
 
+/// Throws invalid_argument for a variable that cannot be read.
+bootstrap::milliseconds timeout_from_environment() {
+  return bootstrap::milliseconds(
+      environment_integer("EVMM_TIMEOUT_MS", 1, k_longest_timeout).value_or(k_default_timeout));
+}
+
 }  // namespace
 
 bootstrap::bootstrap(rank_id rank, int size)
-    : rank_(rank),
-      size_(size),
-      timeout_(environment_integer("EVMM_TIMEOUT_MS", 1, k_longest_timeout)
-                   .value_or(k_default_timeout)) {
+    : rank_(rank), size_(size), timeout_(k_default_timeout) {
   if (size < 1 || rank.value < 0 || rank.value >= size) {
     throw invalid_argument(fmt::format("rank {} of {} ranks", rank.value, size),
                            "ranks count from 0 to size - 1");
+  }
+  try {
+    timeout_ = timeout_from_environment();
+  } catch (const invalid_argument&) {
+    // The other ranks wait for this one: find_nodes() tells them all, set_nodes() this one.
   }
 }
 
@@ -255,6 +263,7 @@ std::string bootstrap::host_identity() {
 void bootstrap::find_nodes() {
   wire_writer mine;
   try {
+    static_cast<void>(timeout_from_environment());
     mine.put_text(host_identity());
   } catch (...) {
     const auto why = describe_error(std::current_exception());
@@ -275,6 +284,7 @@ void bootstrap::find_nodes() {
 }
 
 void bootstrap::set_nodes(std::span<const std::string> identities) {
+  static_cast<void>(timeout_from_environment());
   std::map<std::string_view, int> numbers;
   nodes_.clear();
   for (const auto& identity : identities) {

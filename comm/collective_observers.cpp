@@ -34,6 +34,7 @@ void collective_observer_list::gone() noexcept {
   for (const auto& observer : current()) {
     if (observer->gone) log_failure("an observer of a region that goes", observer->gone);
   }
+  entries_.clear();
 }
 
 followed_change::followed_change(collective_observer_list& observers, const region_change& change)

@@ -17,7 +17,7 @@ class collective_observer_list {
   std::vector<std::shared_ptr<collective_observer>> current();
   /// Which those are: equal on two ranks that have the same ones.
   std::uint64_t signature();
-  /// Tells all that the region is no more. What they throw is logged.
+  /// Tells all that the region is no more, once. What they throw is logged.
   void gone() noexcept;
 
  private:

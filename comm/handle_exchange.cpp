@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <utility>
 
 namespace evmm {
@@ -25,21 +26,32 @@ using memory_lists = std::vector<std::vector<physical_memory>>;
 struct announcement {
   endpoint where;
   std::uint32_t fabric = 0;
+  std::uint32_t driver = 0;  ///< its driver_kind
 };
 static_assert(std::has_unique_object_representations_v<announcement>);
 
-/// Throws the same on every rank when a node has ranks of several users: memory goes to no other
-/// user's processes.
-void require_one_user(const bootstrap& job, const std::vector<announcement>& everyone) {
+/// Throws the same on every rank when a node has ranks of several users, since memory goes to no
+/// other user's processes, or with several kinds of drivers, which cannot take each other's.
+void require_alike(const bootstrap& job, const std::vector<announcement>& everyone) {
+  const auto name = [](std::uint32_t driver) {
+    return static_cast<driver_kind>(driver) == driver_kind::cuda ? "cuda" : "host";
+  };
   for (std::size_t r = 0; r < everyone.size(); ++r) {
     const auto first = static_cast<std::size_t>(
         std::find(job.nodes().begin(), job.nodes().end(), job.nodes()[r]) - job.nodes().begin());
-    const auto user = everyone[r].where.who.user;
-    const auto other = everyone[first].where.who.user;
-    if (user == other) continue;
-    throw peer_error(fmt::format("rank {} runs as user {}, rank {} of the same node as user {}",
-                                 first, other, r, user),
-                     "start all ranks of a node as one user");
+    const announcement& mine = everyone[r];
+    const announcement& other = everyone[first];
+    if (mine.where.who.user != other.where.who.user) {
+      throw peer_error(fmt::format("rank {} runs as user {}, rank {} of the same node as user {}",
+                                   first, other.where.who.user, r, mine.where.who.user),
+                       "start all ranks of a node as one user");
+    }
+    if (mine.driver != other.driver) {
+      throw invalid_argument(
+          fmt::format("rank {} has the {} driver, rank {} of the same node the {} driver", first,
+                      name(other.driver), r, name(mine.driver)),
+          "see that every rank has a GPU (CUDA_VISIBLE_DEVICES), or set EVMM_DRIVER for all");
+    }
   }
 }
 
@@ -117,11 +129,12 @@ class conversation {
   memory_lists result() {
     if (failure_ != nullptr) std::rethrow_exception(failure_);
     if (!failed_.empty()) {
-      const auto& [rank, message] = *failed_.begin();
-      throw peer_error(fmt::format(
-          "rank {} could not share its memory: {}{}", rank, message,
-          failed_.size() == 1 ? std::string()
-                              : fmt::format(" (and {} more ranks failed)", failed_.size() - 1)));
+      const auto& [rank, why] = *failed_.begin();
+      throw peer_error(fmt::format("rank {} could not share its memory: {}{}", rank, why.message,
+                                   failed_.size() == 1 ? std::string()
+                                                       : fmt::format(" (and {} more ranks failed)",
+                                                                     failed_.size() - 1)),
+                       why.help, why.native_code);
     }
     return std::move(imported_);
   }
@@ -170,7 +183,7 @@ class conversation {
                        "the ranks of a node must make the same calls in the same order");
     }
     if (header.kind == message_kind::failure) {
-      failed_.emplace_back(from.rank, read.why.info.message);
+      failed_.emplace(from.rank, std::move(read.why.info));
       from.heard = true;
       return;
     }
@@ -225,8 +238,8 @@ class conversation {
   std::vector<talk> talks_;
   std::vector<outgoing_packet> packets_;  ///< the same for every peer
   memory_lists imported_;
-  std::exception_ptr failure_;                       ///< of this rank
-  std::vector<std::pair<int, std::string>> failed_;  ///< peers that had nothing to share, and why
+  std::exception_ptr failure_;        ///< of this rank
+  std::map<int, error_info> failed_;  ///< peers that had nothing to share, and why
 };
 
 }  // namespace
@@ -271,7 +284,9 @@ handle_exchange::handle_exchange(std::shared_ptr<bootstrap> ranks, std::shared_p
       throw unsupported(fmt::format("the {} driver cannot share memory by descriptor", info.name));
     }
     listening = listen_locally();
-    mine = {{job.rank().value, own_credentials(), listening.name}, info.fabric_sharing ? 1U : 0U};
+    mine = {{job.rank().value, own_credentials(), listening.name},
+            info.fabric_sharing ? 1U : 0U,
+            static_cast<std::uint32_t>(info.kind)};
     if (job.rank().value == 0) fill_random(secret);
   } catch (...) {
     failure = std::current_exception();
@@ -282,7 +297,7 @@ handle_exchange::handle_exchange(std::shared_ptr<bootstrap> ranks, std::shared_p
   std::copy(shared.begin(), shared.end(), secret.begin());
   const auto everyone = job.all_gather_value(mine, "handle exchange: announce");
 
-  require_one_user(job, everyone);
+  require_alike(job, everyone);
 
   std::vector<endpoint> node;
   bool fabric = true;

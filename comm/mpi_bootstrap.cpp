@@ -91,9 +91,7 @@ class mpi_bootstrap final : public bootstrap {
 
   /// Local in Open MPI, although the standard lets it be collective.
   ~mpi_bootstrap() override {
-    int finalized = 0;
-    MPI_Finalized(&finalized);
-    if (finalized == 0 && !broken()) MPI_Comm_free(&communicator_);
+    if (mpi::usable() && !broken()) MPI_Comm_free(&communicator_);
   }
 
   std::shared_ptr<node_link> make_link() override { return make_mpi_link(*this, communicator_); }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/mpi_calls.hpp"
 
+#include "lib/support/fork_guard.hpp"
 #include "lib/support/patience.hpp"
 
 #include <evmm/error.hpp>
@@ -22,6 +23,17 @@ namespace evmm::mpi {
 
 namespace {
 std::atomic<bool> any_lost{false};
+
+const fork_guard& process() {
+  static const fork_guard first_user;
+  return first_user;
+}
+}  // namespace
+
+bool usable() noexcept {
+  int finalized = 0;
+  MPI_Finalized(&finalized);
+  return finalized == 0 && !process().forked();
 }
 
 void mark_lost() noexcept {
@@ -46,13 +58,12 @@ void initialize() {
   MPI_Initialized(&initialized);
   MPI_Finalized(&finalized);
   if (finalized != 0) throw invalid_argument("MPI is finalised already");
+  static_cast<void>(process());
   if (initialized != 0) return;
   int provided = MPI_THREAD_SINGLE;
   check(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &provided), "MPI_Init_thread");
   std::atexit([] {
-    int done = 0;
-    MPI_Finalized(&done);
-    if (done == 0 && !any_lost) MPI_Finalize();
+    if (usable() && !any_lost) MPI_Finalize();
   });
 }
 

@@ -15,6 +15,9 @@ void initialize();
 MPI_Comm duplicate(MPI_Comm of, std::chrono::milliseconds timeout);
 int rank_in(MPI_Comm communicator);
 int size_of(MPI_Comm communicator);
+/// Whether MPI may still be called to give something back: not after its end, nor in a forked
+/// child, where the parent's connections would be taken down.
+bool usable() noexcept;
 /// A message was lost: MPI_Finalize might then wait for a dead rank without end, and is left out.
 void mark_lost() noexcept;
 

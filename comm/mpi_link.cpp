@@ -49,9 +49,7 @@ class mpi_link final : public node_link {
 
   /// Local in Open MPI. A communicator with requests under way is left to the process.
   ~mpi_link() override {
-    int finalized = 0;
-    MPI_Finalized(&finalized);
-    if (finalized != 0) return;
+    if (!mpi::usable()) return;
     if (requests_.empty()) {
       MPI_Comm_free(&communicator_);
     } else {

@@ -34,13 +34,12 @@ class store_bootstrap final : public bootstrap {
                                   std::string_view step) override {
     try {
       return gather_from_store(mine, deadline, step);
-    } catch (const error&) {  // a rank that gave up has told
-      throw;
-    } catch (const std::exception& failure) {
-      const peer_error why(
-          fmt::format("{} failed on rank {}: {}", step, rank().value, failure.what()));
-      tell({why.category(), {why.message()}});
-      throw why;
+    } catch (...) {
+      if (told_) throw;
+      auto why = describe_error(std::current_exception()).info;
+      why.message = fmt::format("{} failed on rank {}: {}", step, rank().value, why.message);
+      tell({error_category::peer_error, why});
+      throw peer_error(std::move(why));
     }
   }
 
@@ -78,6 +77,7 @@ class store_bootstrap final : public bootstrap {
   void throw_if_lost() {
     const auto lost = store_.get(lost_key(), milliseconds{0});
     if (!lost) return;
+    told_ = true;
     wire_reader in(*lost, "a rank that gave up");
     auto why = get_error(in);
     throw_error(why.category, std::move(why.info));
@@ -96,6 +96,7 @@ class store_bootstrap final : public bootstrap {
 
   /// Other ranks throw the same, in this step or when they come to it.
   void tell(const wire_error& why) noexcept {
+    told_ = true;
     log_failure("telling other ranks of a lost step", [&] {
       wire_writer out;
       put_error(out, why.category, why.info);
@@ -111,6 +112,7 @@ class store_bootstrap final : public bootstrap {
   key_value_store store_;
   std::string job_;
   std::uint64_t step_ = 0;
+  bool told_ = false;  ///< why a step was lost, by this rank or to it
 };
 
 class callback_bootstrap final : public bootstrap {

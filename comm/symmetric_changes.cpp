@@ -26,10 +26,11 @@ struct proposal {
   std::uint64_t count = 0;
   std::uint64_t epoch = 0;
   std::uint64_t followers = 0;  ///< which collective observers this rank has
+  std::uint64_t region = 0;     ///< which region is meant
 
   bool agrees_with(const proposal& other) const {
     return kind == other.kind && detail == other.detail && first == other.first &&
-           count == other.count && epoch == other.epoch;
+           count == other.count && epoch == other.epoch && region == other.region;
   }
 };
 
@@ -64,6 +65,7 @@ std::string to_string(const proposal& proposed) {
 std::vector<proposal> symmetric_region::state::propose(proposal mine) {
   check_open();
   mine.followers = followers.signature();
+  mine.region = number;
   times = {};
   const stopwatch clock(times.propose);
   auto all = ranks->all_gather_value(mine, "propose a change");
@@ -74,8 +76,9 @@ std::vector<proposal> symmetric_region::state::propose(proposal mine) {
                                          to_string(all[0]), r),
                              "make and destroy windows on all ranks alike, in the same order");
     }
-    throw invalid_argument(fmt::format("ranks ask for different changes: rank 0 {}, rank {} {}",
-                                       to_string(all[0]), r, to_string(all[r])),
+    throw invalid_argument(fmt::format("ranks ask for different changes: rank 0 {}, rank {} {}{}",
+                                       to_string(all[0]), r, to_string(all[r]),
+                                       all[r].region == all[0].region ? "" : " of another region"),
                            "make the same calls in the same order with the same sizes everywhere");
   }
   return all;

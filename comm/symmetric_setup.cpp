@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <utility>
 
 // How a symmetric region comes to be and goes: construction, addresses, close.
@@ -25,6 +26,7 @@ struct shared_options {
   std::size_t max_segments;
   std::size_t max_segment_bytes;
   std::uint8_t same_address;
+  std::uint64_t number;  ///< of the region, as the rank counts them; rank 0's is taken
 };
 
 template <class T>
@@ -37,6 +39,11 @@ void require_equal(const std::vector<shared_options>& given, T shared_options::*
                     given[0].*member, r, given[r].*member),
         "give every rank the same options");
   }
+}
+
+std::uint64_t count_region() {
+  static std::atomic<std::uint64_t> made = 0;
+  return ++made;
 }
 
 /// Where to try when a rank's own choice is taken elsewhere: far from what loaders and stacks use.
@@ -62,12 +69,13 @@ symmetric_region::state::state(std::shared_ptr<bootstrap> ranks_given,
   });
   const auto given = ranks->all_gather_value(
       shared_options{limits.reserved, limits.max_segments, limits.max_segment_bytes,
-                     std::uint8_t{options.same_address}},
+                     std::uint8_t{options.same_address}, count_region()},
       "symmetric_region: compare options");
   require_equal(given, &shared_options::reserved, "reserve");
   require_equal(given, &shared_options::max_segments, "max_segments");
   require_equal(given, &shared_options::max_segment_bytes, "max_segment_bytes");
   require_equal(given, &shared_options::same_address, "same_address");
+  number = given.front().number;
   exchange.emplace(ranks, on);
   source.emplace(*on, source_options{.device = device,
                                      .host = options.host,
@@ -117,17 +125,17 @@ symmetric_region::state::~state() {
 
 void symmetric_region::state::close(const uses& in_use) {
   if (closed) return;
-  const auto let_go = [&] {
-    wait_for(*on, device, in_use);
-    followers.gone();
-  };
+  const auto wait = [&] { wait_for(*on, device, in_use); };
   try {
-    agree_on(*ranks, "close", let_go);
+    agree_on(*ranks, "close", wait);
+    followers.gone();
+    ranks->barrier("close: unmap");  // no memory goes before all observers let go of it
   } catch (const error& gone) {
     if (!ranks->broken()) throw;
     // Whoever is left wants its memory back; its own streams are what counts for that.
     log().warn("closing a symmetric region without its peers: {}", gone.what());
-    let_go();
+    wait();
+    followers.gone();
   }
   closed = true;
   parts.clear();

@@ -64,6 +64,7 @@ struct symmetric_region::state {
   std::shared_ptr<bootstrap> ranks;
   std::shared_ptr<driver> on;
   segment_limits limits;
+  std::uint64_t number = 0;  ///< of this region, the same on all ranks
   device_id device;
   access_rule access;
   std::optional<memory_source> source;

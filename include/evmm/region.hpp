@@ -31,7 +31,7 @@ struct segment {
 
 /// Streams and events that may still use the memory a call takes away. The call waits until the
 /// work enqueued on them so far is done before it unmaps anything. The default stream is that of
-/// the region's device.
+/// the region's device. What belongs to a capture under way is refused: invalid_argument.
 struct uses {
   std::span<const native_stream> streams = {};
   std::span<const native_event> events = {};

@@ -88,8 +88,8 @@ class topology {
 /// granule on it. Nodes that the driver offers and hwloc does not know come last, and may be named
 /// too. The choice is logged at level info.
 /// Throws invalid_argument when the placement names a node that does not exist or is not allowed
-/// (the message lists those that are), unsupported when no candidate serves (the message lists each
-/// and its refusal).
+/// (the message lists those that are), unsupported when no candidate serves, or out_of_memory when
+/// one would and is full (the message lists each and its refusal).
 placement_choice choose_nodes(driver& on, const topology& machine, device_id device,
                               const host_placement& placement = {});
 

@@ -44,9 +44,9 @@ std::vector<numa_node> memory_source::choose() const {
   if (!asked && on_->numa_nodes().size() < 2) return {};
   try {
     return choose_nodes(*on_, topology::load(), device_, placement).nodes;
-  } catch (const unsupported& failure) {
+  } catch (const error& failure) {
     // Where no node serves HOST_NUMA memory, page-locked memory can still be had.
-    if (asked) throw;
+    if (asked || failure.category() == error_category::invalid_argument) throw;
     log().info("pinned memory is put where the kernel likes: {}", failure.what());
     return {};
   }

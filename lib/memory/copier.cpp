@@ -10,8 +10,23 @@
 
 namespace evmm {
 
+namespace {
+
+/// Waiting for a stream that is being captured would end its capture, and an event that is recorded
+/// there is never over.
+void check_no_capture(driver& on, std::span<const native_stream> streams) {
+  for (const native_stream stream : streams) {
+    if (on.capture(stream).status == capture_status::none) continue;
+    throw invalid_argument("a region cannot wait for a stream that is being captured",
+                           "change the region before the capture, or after it");
+  }
+}
+
+}  // namespace
+
 void wait_for(driver& on, device_id device, const uses& in_use) {
   const device_scope current(on, device);
+  check_no_capture(on, in_use.streams);
   for (const native_stream stream : in_use.streams) on.synchronize(stream);
   for (const native_event event : in_use.events) on.synchronize(event);
 }
@@ -78,10 +93,17 @@ scoped_event copier::behind(native_stream used) {
 
 void copier::follow(const uses& in_use) {
   const device_scope current(driver_, device_);  // whose default stream is meant
+  check_no_capture(driver_, in_use.streams);
   for (const native_stream used : in_use.streams) {
     driver_.wait(stream(), behind(used).get());
   }
   for (const native_event used : in_use.events) driver_.wait(stream(), used);
+  if (in_use.events.empty() || driver_.capture(stream()).status == capture_status::none) return;
+  // No driver tells of an event that it is recorded in a capture; its waiter becomes part of that.
+  const native_stream drawn = *std::exchange(stream_, std::nullopt);
+  log_failure("destroying a captured stream", [&] { driver_.destroy_stream(drawn); });
+  throw invalid_argument("a region cannot wait for an event that is recorded in a capture",
+                         "change the region before the capture, or after it");
 }
 
 scoped_event copier::copy_after(address to, address from, std::size_t bytes, const uses& in_use) {

@@ -151,12 +151,12 @@ std::size_t elastic_region::state::shrink(std::size_t bytes, const uses& in_use)
   finish();
   const std::size_t count = tail_segments_within(own.sizes(), bytes);
   if (count == 0) return 0;
-  const std::size_t before = own.size();
+  const std::size_t kept = own.offset_of(own.at(own.count() - count));
+  const std::size_t dropped = own.size() - kept;
+  announced_change change = announce(change_kind::shrink, kept, dropped);
+  wait_for(*on, device, in_use);
   auto retired = own.pop(count);
-  const std::size_t dropped = before - own.size();
   try {
-    announced_change change = announce(change_kind::shrink, own.size(), dropped);
-    wait_for(*on, device, in_use);
     unmap_retired(retired, change);
   } catch (...) {
     own.push_all(std::move(retired));
@@ -298,6 +298,8 @@ void elastic_region::state::discard(contents kept, const uses& in_use, std::size
       }
     }
   }
+  std::vector<memory_ptr> memory;
+  for (const part_segment* segment : leaving) memory.push_back(segment->place.memory);
   announced_change change = announce(change_kind::discard, offset, end - offset);
   wait_for(*on, device, in_use);
   for (std::size_t i = 0; i < leaving.size(); ++i) {
@@ -308,15 +310,14 @@ void elastic_region::state::discard(contents kept, const uses& in_use, std::size
   remap swap(*on, access);
   for (part_segment* segment : leaving) swap.replace(segment->place, nullptr);
   swap.apply();
-  // One entry a segment, in order: all of them were backed.
-  std::vector<memory_ptr> unused = swap.commit();
+  swap.commit();
   for (std::size_t i = 0; i < leaving.size(); ++i) {
     leaving[i]->discarded = true;
     // Host memory is its own backup: nothing is won by copying it to other host memory.
     if (kept == contents::backup) {
-      leaving[i]->backup = backups[i].get() ? backups[i].take() : std::move(unused[i]);
+      leaving[i]->backup = backups[i].get() ? backups[i].take() : std::move(memory[i]);
     }
-    source.release(std::move(unused[i]));
+    source.release(std::move(memory[i]));
   }
   commit(change, counts.discards);
 }
@@ -406,7 +407,16 @@ driver& elastic_region::on() const noexcept {
 }
 
 region_statistics elastic_region::statistics() const {
-  return describe_statistics(state_->counts, state_->own, state_->source, state_->copies);
+  region_statistics all =
+      describe_statistics(state_->counts, state_->own, state_->source, state_->copies);
+  for (const pending& waiting : state_->queue) {
+    for (const auto& gone : waiting.retired) {  // held until it is unmapped
+      if (gone->backup) all.backup_bytes += gone->backup->size();
+      if (gone->discarded) continue;
+      (gone->where.kind == tier::device ? all.device_bytes : all.host_bytes) += gone->place.bytes;
+    }
+  }
+  return all;
 }
 
 grown elastic_region::grow(tier kind, std::size_t bytes) {

@@ -21,8 +21,8 @@ std::string name_of(numa_node node) {
 }
 
 /// Creates and releases one granule. What a node's number, its memory or its cpuset promise shows
-/// only here.
-void prove(driver& on, node_candidate& candidate) {
+/// only here. False when the node would serve and is full.
+bool prove(driver& on, node_candidate& candidate) {
   try {
     const auto where = memory_location::on(candidate.node);
     const physical_memory granule(
@@ -32,7 +32,9 @@ void prove(driver& on, node_candidate& candidate) {
     candidate.proved = true;
   } catch (const error& refusal) {
     candidate.refusal = refusal.what();
+    return refusal.category() != error_category::out_of_memory;
   }
+  return true;
 }
 
 bool holds(const std::vector<numa_node>& nodes, numa_node node) {
@@ -113,17 +115,19 @@ std::string report(const placement_choice& choice, device_id device, bool interl
                      interleaved ? ", interleaved" : ": ", reasons, refusals);
 }
 
-[[noreturn]] void refuse(const std::vector<node_candidate>& considered, device_id device) {
+[[noreturn]] void refuse(const std::vector<node_candidate>& considered, device_id device,
+                         bool full) {
   std::string refusals;
   for (const auto& candidate : considered) {
     refusals += fmt::format("{}{} ({}): {}", refusals.empty() ? "" : "; ", name_of(candidate.node),
                             candidate.reason, candidate.refusal);
   }
-  throw unsupported(
-      fmt::format("no NUMA node serves the host tier of {}: {}",
-                  to_string(memory_location::on(device)),
-                  refusals.empty() ? "there is no candidate" : refusals),
-      "free memory on a node, widen the process's cpuset, or name nodes in host_placement");
+  throw_error(
+      full ? error_category::out_of_memory : error_category::unsupported,
+      {fmt::format("no NUMA node serves the host tier of {}: {}",
+                   to_string(memory_location::on(device)),
+                   refusals.empty() ? "there is no candidate" : refusals),
+       "free memory on a node, widen the process's cpuset, or name nodes in host_placement"});
 }
 
 }  // namespace
@@ -143,13 +147,14 @@ placement_choice choose_nodes(driver& on, const topology& machine, device_id dev
   placement_choice choice;
   choice.considered = placement.nodes.empty() ? every(machine, offered, on.describe(device))
                                               : listed(machine, offered, placement);
+  bool full = false;
   for (auto& candidate : choice.considered) {
-    prove(on, candidate);
+    full = !prove(on, candidate) || full;
     if (!candidate.proved) continue;
     choice.nodes.push_back(candidate.node);
     if (!interleaved) break;
   }
-  if (choice.nodes.empty()) refuse(choice.considered, device);
+  if (choice.nodes.empty()) refuse(choice.considered, device, full);
   choice.text = report(choice, device, interleaved);
   log().info("{}", choice.text);
   return choice;

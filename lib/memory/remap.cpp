@@ -27,7 +27,7 @@ void remap::apply() {
 void remap::roll_back() noexcept {
   while (applied_ > 0) {
     const step& last = steps_[--applied_];
-    log_failure("putting a segment back", [&] { put(*last.place, last.before); });
+    insist("putting a segment back", [&] { put(*last.place, last.before); });
   }
 }
 

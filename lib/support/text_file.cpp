@@ -3,16 +3,18 @@
 
 #include <algorithm>
 #include <fstream>
-#include <iterator>
+#include <sstream>
 
 namespace evmm {
 
 std::optional<std::string> read_text(const std::string& path) {
   std::ifstream file(path);
   if (!file) return std::nullopt;
-  std::string text(std::istreambuf_iterator<char>(file), {});
-  if (file.bad()) return std::nullopt;
-  return text;
+  std::ostringstream text;
+  // What opens and cannot be read is bad; nothing to read would be a failure of `text`.
+  if (file.peek() != std::ifstream::traits_type::eof()) text << file.rdbuf();
+  if (file.bad() || text.fail()) return std::nullopt;
+  return text.str();
 }
 
 std::optional<std::string> read_line(const std::string& path) {

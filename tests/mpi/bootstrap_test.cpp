@@ -10,7 +10,13 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
 #include <vector>
+
+#include <sys/wait.h>
+#include <unistd.h>
 
 namespace evmm::test {
 namespace {
@@ -49,6 +55,36 @@ TEST(mpi_bootstrap, names_all_that_do_not_arrive_and_nobody_behind_them) {
   if (late) world()->barrier("given up");
   EXPECT_THAT(said(), named);
   if (!late) world()->barrier("given up");
+}
+
+TEST(mpi_bootstrap, a_timeout_that_one_rank_cannot_read_fails_all_and_soon) {
+  const auto before = environment("EVMM_TIMEOUT_MS");
+  const int last = world()->size() - 1;
+  if (world()->rank().value == last) setenv("EVMM_TIMEOUT_MS", "soon", 1);
+  const auto since = std::chrono::steady_clock::now();
+  EXPECT_THAT(thrown_by([] { make_mpi_bootstrap(); }),
+              testing::StartsWith("invalid_argument: rank " + std::to_string(last) +
+                                  ": EVMM_TIMEOUT_MS is 'soon'"));
+  EXPECT_LT(std::chrono::steady_clock::now() - since, std::chrono::seconds(10));
+  unsetenv("EVMM_TIMEOUT_MS");
+  if (before) setenv("EVMM_TIMEOUT_MS", before->c_str(), 1);
+}
+
+TEST(mpi_bootstrap, a_forked_child_that_ends_leaves_mpi_alone) {
+  auto other = make_mpi_bootstrap();
+  other->barrier();
+  std::fflush(nullptr);
+  const pid_t child = fork();
+  ASSERT_NE(child, -1);
+  if (child == 0) {
+    alarm(20);  // rather than wait for ranks that know nothing of it
+    other.reset();
+    std::exit(0);
+  }
+  int status = -1;
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  other->barrier();
 }
 
 TEST(mpi_bootstrap, finds_its_nodes) {

@@ -109,6 +109,7 @@ inline void check_refusal(bootstrap& ranks, driver& on, handle_exchange& exchang
                                                 "exchanged: it was created without sharing")
                           : testing::StartsWith("peer_error: rank " + std::to_string(last) +
                                                 " could not share its memory: memory of"));
+  EXPECT_THAT(text, testing::HasSubstr("; help: create it with the share_kind that transport()"));
   check_exchange(ranks, on, exchange, 1);
 }
 

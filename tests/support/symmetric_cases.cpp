@@ -11,6 +11,10 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <functional>
+#include <stdexcept>
+#include <utility>
+#include <vector>
 
 namespace evmm::test {
 
@@ -361,6 +365,52 @@ void compacts_runs_of_one_tier_with_contents_in_place(const rank_context& at) {
   region.close();
 }
 
+void calls_on_different_regions_are_an_error_for_all(const rank_context& at) {
+  auto first = at.make();
+  auto second = at.make();
+  for (auto* region : {&first, &second}) {
+    region->grow(tier::device, at.granule());
+    region->grow(tier::device, at.granule());
+  }
+  const bool last = at.ranks->rank().value == at.ranks->size() - 1;
+  auto& mine = last ? second : first;
+  for (const auto& change : std::vector<std::function<void()>>{
+           [&] { mine.grow(tier::device, at.granule()); },
+           [&] { mine.shrink(at.granule()); },
+           [&] { mine.discard(contents::drop); },
+       }) {
+    if (at.ranks->size() == 1) break;
+    const auto said = thrown_by_all(*at.ranks, change);
+    EXPECT_EQ(said.find("invalid_argument: ranks ask for different changes"), 0u) << said;
+    EXPECT_NE(said.find("another region"), std::string::npos) << said;
+  }
+  EXPECT_EQ(first.epoch(), 2u);
+  EXPECT_EQ(second.epoch(), 2u);
+  expect_shared(first, 31);
+  expect_shared(second, 32);
+  second.close();
+  first.close();
+}
+
+void a_close_that_fails_leaves_the_region_and_its_observers(const rank_context& at) {
+  auto region = at.make();
+  region.grow(tier::device, at.granule());
+  int gone = 0;
+  const auto follows = region.follow({.gone = [&] { ++gone; }});
+  const native_stream stream = at.on->create_stream(at.device);
+  const bool last = at.ranks->rank().value == at.ranks->size() - 1;
+  if (last) at.on->launch(stream, [] { throw std::runtime_error("a kernel that failed"); });
+  const auto said = thrown_by_all(*at.ranks, [&] { region.close({.streams = {&stream, 1}}); });
+  EXPECT_NE(said.find("a kernel that failed"), std::string::npos) << said;
+  EXPECT_EQ(gone, 0);
+  expect_shared(region, 33);
+  region.close({.streams = {&stream, 1}});
+  EXPECT_EQ(gone, 1);
+  at.on->destroy_stream(stream);
+  { const symmetric_region ends = std::move(region); }
+  EXPECT_EQ(gone, 1) << "told once";
+}
+
 }  // namespace
 
 symmetric_region rank_context::make(symmetric_options options) const {
@@ -384,6 +434,8 @@ const std::vector<symmetric_case>& symmetric_cases() {
       EVMM_CASE(large_growth_is_cut_alike_on_all_ranks),
       EVMM_CASE(different_arguments_are_an_error_for_all),
       EVMM_CASE(wrong_calls_are_refused_alike),
+      EVMM_CASE(calls_on_different_regions_are_an_error_for_all),
+      EVMM_CASE(a_close_that_fails_leaves_the_region_and_its_observers),
       EVMM_CASE(collective_observers_go_down_and_come_up_together),
       EVMM_CASE(one_ranks_observer_vetoes_for_all),
       EVMM_CASE(the_same_address_everywhere_when_asked_for),

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/support/bootstrap_contract.hpp"
 #include "tests/support/memory_store.hpp"
+#include "tests/support/scoped_variable.hpp"
 #include "tests/support/thread_ranks.hpp"
 
 #include <evmm/comm/bootstrap.hpp>
@@ -9,9 +10,13 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <stdexcept>
+#include <string>
+#include <thread>
 #include <utility>
+#include <vector>
 
 namespace evmm::test {
 namespace {
@@ -182,6 +187,52 @@ TEST(store_bootstrap, a_store_that_fails_for_one_rank_fails_the_step_for_all) {
   EXPECT_LT(std::chrono::steady_clock::now() - since, std::chrono::seconds(10));
 }
 
+TEST(store_bootstrap, whatever_a_store_throws_on_one_rank_fails_the_step_for_all) {
+  const std::vector<std::function<void()>> ways = {
+      [] { throw driver_error("connection reset", "try again", 104); },
+      [] { throw timed_out("no answer"); },
+      [] { throw 7; },
+  };
+  for (const auto& fail : ways) {
+    memory_store store;
+    const auto since = std::chrono::steady_clock::now();
+    const auto thrown = run_ranks(3, [&](int rank) {
+      bool fails = false;
+      auto face = store.face();
+      if (rank == 1) {
+        face.get = [&, get = face.get](const std::string& key, std::chrono::milliseconds wait) {
+          if (std::exchange(fails, false)) fail();
+          return get(key, wait);
+        };
+      }
+      const auto ranks = make_store_bootstrap(rank_id{rank}, 3, face);
+      fails = rank == 1;
+      ranks->barrier("tea");
+      ranks->barrier("more tea");
+    });
+    for (const auto& failure : thrown) {
+      EXPECT_THAT(what(failure), HasSubstr("barrier 'tea' failed on rank 1: "));
+      EXPECT_EQ(what(failure), what(thrown[1]));
+    }
+    EXPECT_LT(std::chrono::steady_clock::now() - since, std::chrono::seconds(10));
+  }
+}
+
+TEST(store_bootstrap, a_timeout_that_one_rank_cannot_read_fails_all_and_soon) {
+  memory_store store;
+  std::string said;
+  {
+    const scoped_variable bad("EVMM_TIMEOUT_MS", "soon");
+    std::jthread first(
+        [&] { said = thrown_by([&] { make_store_bootstrap(rank_id{0}, 2, store.face()); }); });
+    EXPECT_TRUE(store.get("evmm/evmm/0/0", std::chrono::seconds(5))) << "it takes part";
+    unsetenv("EVMM_TIMEOUT_MS");
+    EXPECT_THAT(thrown_by([&] { make_store_bootstrap(rank_id{1}, 2, store.face()); }),
+                StartsWith("invalid_argument: rank 0: EVMM_TIMEOUT_MS is 'soon'"));
+  }
+  EXPECT_THAT(said, StartsWith("invalid_argument: rank 0: EVMM_TIMEOUT_MS is 'soon'"));
+}
+
 TEST(callback_bootstrap, checks_what_the_callback_returns) {
   using messages = std::vector<std::vector<std::byte>>;
   const auto made_over = [](messages result) {
@@ -233,6 +284,7 @@ TEST(bootstrap, checks_its_rank_and_its_environment) {
   ASSERT_EQ(setenv("EVMM_TIMEOUT_MS", "soon", 1), 0);
   EXPECT_THAT(thrown_by([&] { make_store_bootstrap(rank_id{0}, 1, store.face()); }),
               HasSubstr("EVMM_TIMEOUT_MS is 'soon'"));
+  EXPECT_THAT(thrown_by([] { make_thread_bootstraps(1); }), HasSubstr("EVMM_TIMEOUT_MS is 'soon'"));
   unsetenv("EVMM_TIMEOUT_MS");
 }
 

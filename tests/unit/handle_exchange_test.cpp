@@ -15,6 +15,7 @@
 namespace evmm::test {
 namespace {
 
+using testing::AllOf;
 using testing::AnyOf;
 using testing::HasSubstr;
 using testing::StartsWith;
@@ -107,6 +108,34 @@ TEST(handle_exchange, uses_fabric_only_where_every_rank_of_the_node_has_it) {
                       StartsWith("peer_error: rank 1 closed its connection")));
   });
   for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
+}
+
+/// A host driver that calls itself CUDA's.
+class called_cuda final : public forwarding_driver {
+ public:
+  using forwarding_driver::forwarding_driver;
+  driver_info info() const override {
+    driver_info told = forwarding_driver::info();
+    told.kind = driver_kind::cuda;
+    told.name = "cuda";
+    return told;
+  }
+};
+
+TEST(handle_exchange, ranks_of_a_node_have_one_kind_of_driver) {
+  const auto ranks = make_thread_bootstraps(3, {"a", "b", "a"});
+  const auto thrown = run_ranks(3, [&](int rank) {
+    std::shared_ptr<driver> on = machine();
+    if (rank == 0) on = std::make_shared<called_cuda>(on);
+    handle_exchange(ranks[static_cast<std::size_t>(rank)], on);
+  });
+  for (const auto& failure : thrown) {
+    EXPECT_THAT(what(failure),
+                AllOf(StartsWith("invalid_argument: rank 0 has the cuda driver, rank 2 of the same "
+                                 "node the host driver"),
+                      HasSubstr("EVMM_DRIVER")));
+  }
+  EXPECT_FALSE(ranks[0]->broken());
 }
 
 TEST(handle_exchange, survives_each_driver_call_failing) {

@@ -296,6 +296,17 @@ TEST(host_driver, refuses_work_past_the_end_of_the_addresses) {
   on->free_pinned(at);
 }
 
+TEST(host_driver, addresses_that_there_are_not_are_told_as_such) {
+  const auto on = host_driver::make({});
+  try {
+    on->reserve(std::size_t{1} << 50);
+    FAIL() << "there are that many";
+  } catch (const driver_error& refused) {
+    EXPECT_THAT(refused.message(), HasSubstr("reserving 1024.0 TiB"));
+    EXPECT_THAT(refused.help(), HasSubstr("reserve less"));
+  }
+}
+
 TEST(host_driver, can_be_let_go_by_its_own_stream) {
   auto on = host_driver::make({.devices = 1});
   auto& held = *on;

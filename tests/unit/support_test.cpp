@@ -2,6 +2,7 @@
 #include "lib/support/environment.hpp"
 #include "lib/support/format.hpp"
 #include "lib/support/log.hpp"
+#include "lib/support/text_file.hpp"
 #include "lib/support/thread_object.hpp"
 
 #include <evmm/error.hpp>
@@ -108,6 +109,15 @@ TEST_F(environment_test, reads_sizes) {
 }
 
 // --- error --------------------------------------------------------------------------------------
+
+TEST(text_file, what_opens_and_cannot_be_read_is_nothing) {
+  EXPECT_EQ(read_text("/proc/no such file"), std::nullopt);
+  EXPECT_EQ(read_text("/proc/self"), std::nullopt);
+  EXPECT_EQ(read_line("/proc/self/mem"), std::nullopt);
+  EXPECT_THAT(read_line("/proc/self/comm").value_or(""), HasSubstr("evmm"));
+  EXPECT_EQ(read_text("/dev/null"), "");
+  EXPECT_EQ(read_line("/dev/null"), "");
+}
 
 TEST(error, carries_what_was_asked_and_what_would_help) {
   const out_of_memory failure("cannot create 2.0 MiB", "ask for less", 2);

@@ -100,10 +100,11 @@ class bootstrap {
                                                      std::string_view step) = 0;
 
   /// Gathers every rank's host_identity() and tells nodes apart by it. Implementations make this
-  /// their first call, at the end of construction. Collective: what one rank cannot tell, all
-  /// throw.
+  /// their first call, at the end of construction. Collective: what one rank cannot tell, an
+  /// EVMM_TIMEOUT_MS that it cannot read included, all throw.
   void find_nodes();
-  /// The same from identities already known, one a rank, without a collective call.
+  /// The same from identities already known, one a rank, without a collective call: throws on the
+  /// ranks that cannot read their EVMM_TIMEOUT_MS.
   void set_nodes(std::span<const std::string> identities);
 
  private:
@@ -129,6 +130,7 @@ class bootstrap {
 std::shared_ptr<bootstrap> make_mpi_bootstrap(ompi_communicator_t* communicator = nullptr);
 
 /// A key-value store that all ranks see: torch.distributed's TCPStore, Redis, etcd, a directory.
+/// What its functions throw on one rank fails the step on all, as a peer_error.
 struct key_value_store {
   /// Publishes a value; a rank sets a key once.
   std::function<void(const std::string& key, std::span<const std::byte> value)> set;

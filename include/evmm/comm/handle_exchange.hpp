@@ -30,7 +30,8 @@ namespace [[gnu::visibility("default")]] evmm {
 class handle_exchange {
  public:
   /// Connects the node's ranks. Collective over the job: all ranks return, or all throw the same
-  /// error; unsupported when the driver of any rank has no way to share. Keeps both arguments.
+  /// error; unsupported when the driver of any rank has no way to share, invalid_argument when
+  /// ranks of a node have different drivers. Keeps both arguments.
   handle_exchange(std::shared_ptr<bootstrap> ranks, std::shared_ptr<driver> on);
   handle_exchange(handle_exchange&&) noexcept;
   handle_exchange& operator=(handle_exchange&&) noexcept;

@@ -163,7 +163,10 @@ address reserve_addresses(std::size_t bytes, std::size_t alignment, address hint
   // Reserve enough to hold an aligned range wherever it falls, then give the ends back.
   const std::size_t padded = bytes + alignment;
   void* const at = ::mmap(nullptr, padded, PROT_NONE, k_reserved, -1, 0);
-  if (at == MAP_FAILED) fail(fmt::format("reserving {} of addresses", format_bytes(bytes)), errno);
+  if (at == MAP_FAILED) {
+    fail(fmt::format("reserving {} of addresses", format_bytes(bytes)), errno,
+         "a process has about 128 TiB of addresses; reserve less, and check ulimit -v");
+  }
   const auto start = reinterpret_cast<address>(at);
   const address base = (start + alignment - 1) / alignment * alignment;
   if (base != start) ::munmap(at, base - start);
