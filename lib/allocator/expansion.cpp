@@ -247,7 +247,8 @@ std::size_t memory_supply::room_for(std::size_t bytes) {
   return room_;
 }
 
-/// Makes and maps, with no arena locked. False when the driver has no memory.
+/// Makes and maps, with no arena locked. False when the driver has no memory, for the handles or to
+/// map them.
 bool memory_supply::carry_out(plan& to_do, const supply_terms& terms) {
   arena& needy = to_do.needy;
   expandable_range& range = *to_do.range;
@@ -274,6 +275,12 @@ bool memory_supply::carry_out(plan& to_do, const supply_terms& terms) {
       if (stale != handle->spans.end()) unmap(**stale);
     }
     span_record* made = nullptr;
+    const auto undo = [&] {
+      if (made != nullptr) unmap(*made);
+      if (step.moved != nullptr) return;
+      hold(needy.kind(), terms.where, -static_cast<std::int64_t>(step.bytes));
+      handles_.pop_back();
+    };
     try {
       made = map(*handle, range, step.at);
       const std::lock_guard held(needy.guard());
@@ -284,12 +291,11 @@ bool memory_supply::carry_out(plan& to_do, const supply_terms& terms) {
       const address from = std::max(made->at(), to_do.at);
       const address to = std::min(made->end(), to_do.at + to_do.bytes);
       to_do.keep(needy.covering(from, made->near), from, to - from);
+    } catch (const out_of_memory&) {
+      undo();
+      return false;
     } catch (...) {
-      if (made != nullptr) unmap(*made);
-      if (step.moved == nullptr) {
-        hold(needy.kind(), terms.where, -static_cast<std::int64_t>(step.bytes));
-        handles_.pop_back();
-      }
+      undo();
       throw;
     }
     if (step.moved != nullptr) {
@@ -324,8 +330,8 @@ block* memory_supply::expand(arena& needy, std::size_t bytes, std::size_t reserv
       }
     }
     if (!carry_out(to_do, terms)) {
-      terms.may_make = false;  // once more with what there is
-      continue;
+      if (!std::exchange(terms.may_make, false)) break;
+      continue;  // once more with what there is
     }
     held = std::unique_lock(needy.guard());
     for (block* part : std::exchange(to_do.kept, {})) needy.vacate(part, block_use::free);
