@@ -215,6 +215,7 @@ void caching_allocator::end_capture(pool_id its) {
         fmt::format("no capture allocates from pool {}", static_cast<std::uint64_t>(its)),
         "call begin_capture before end_capture");
   }
+  const device_scope here(*s.on, s.device);
   --one.captures;
   --s.captures;
   s.settle_captured();
