@@ -98,9 +98,11 @@ void caching_allocator::state::collect_garbage() {
     std::size_t excess = held_bytes - keep;
     for (arena* one : all_arenas) {
       if (excess == 0) break;
-      if (!one->pool().in_tier(tier::device) || capturing(one->stream())) continue;
+      if (!one->pool().in_tier(tier::device)) continue;
       const std::lock_guard held(one->guard());
-      if (supply.releasable(*one) == 0 || !on->idle(one->stream())) continue;
+      // A stream that has nothing here need not exist any more.
+      if (supply.releasable(*one) == 0 || capturing(one->stream())) continue;
+      if (!on->idle(one->stream())) continue;
       excess -=
           std::min(excess, supply.give_back(*one, excess, tier::device, now - age / 2, false));
     }

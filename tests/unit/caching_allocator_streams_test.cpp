@@ -92,5 +92,21 @@ TEST(allocator_streams, the_default_stream_is_that_of_its_device) {
   on->destroy_stream(origin);
 }
 
+TEST(allocator_streams, one_without_memory_here_need_not_exist) {
+  const auto on = host_driver::make({.devices = 1, .device_bytes = 64_MiB});
+  for (const char* const config : {"", "expandable_segments:False"}) {
+    caching_allocator allocator(on, device_id{0}, parse_options(config));
+    allocator.configure("garbage_collection_threshold:0.25");
+    const native_stream gone = on->create_stream(device_id{0});
+    allocator.free(allocator.allocate(3_MiB, gone));
+    allocator.empty_cache();
+    on->destroy_stream(gone);
+    void* const live = allocator.allocate(30_MiB);
+    EXPECT_NO_THROW(allocator.free(allocator.allocate(30_MiB))) << "with garbage to be collected";
+    EXPECT_THROW((void)allocator.allocate(40_MiB), out_of_memory) << "with all that is tried then";
+    allocator.free(live);
+  }
+}
+
 }  // namespace
 }  // namespace evmm::test
