@@ -135,6 +135,7 @@ struct caching_allocator::state {
 
   pool_record& pool(pool_id id) const;
   void route_changed() noexcept { routing.fetch_add(1, std::memory_order_relaxed); }
+  void wait_for_replays();
   void drop_if_unused(pool_record& gone);
   bool make_empty(arena& one);
   /// Where an allocation of this thread goes now; under arenas_guard.

@@ -65,7 +65,21 @@ void caching_allocator::release_pool(pool_id its) {
     throw invalid_argument(
         fmt::format("pool {} has no user to release it", static_cast<std::uint64_t>(its)));
   }
+  if (one.users == 1 && one.captured) s.wait_for_replays();
   if (--one.users == 0) s.drop_if_unused(one);
+}
+
+/// Waits for graphs that were launched on any stream with memory here: their nodes use their pool's
+/// memory, of which its own streams know nothing.
+void caching_allocator::state::wait_for_replays() {
+  const device_scope here(*on, device);
+  for (arena* one : all_arenas) {
+    {
+      const std::lock_guard held(one->guard());
+      if (one->empty()) continue;
+    }
+    if (!capturing(one->stream())) on->synchronize(one->stream());
+  }
 }
 
 int caching_allocator::pool_use_count(pool_id its) const {

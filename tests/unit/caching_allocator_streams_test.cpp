@@ -108,5 +108,34 @@ TEST(allocator_streams, one_without_memory_here_need_not_exist) {
   }
 }
 
+TEST(allocator_streams, a_pool_waits_for_the_graphs_that_replay_on_its_memory) {
+  const auto on = host_driver::make({.devices = 1, .device_bytes = 64_MiB});
+  const native_stream origin = on->create_stream(device_id{0});
+  const native_stream replays = on->create_stream(device_id{0});
+  {
+    caching_allocator allocator(on, device_id{0});
+    void* const result = allocator.allocate(1_MiB, replays);
+    const pool_id pool = allocator.create_pool();
+    allocator.begin_allocate_to_pool(pool);
+    allocator.begin_capture(pool);
+    on->begin_capture(origin);
+    void* const scratch = allocator.allocate(3_MiB, origin);
+    // What runs after its memory has gone ends the process.
+    for (int i = 0; i < 100; ++i) on->fill(at(scratch), std::byte{1}, 3_MiB, origin);
+    on->copy(at(result), at(scratch), 1_MiB, origin);
+    allocator.free(scratch);
+    const auto graph = on->end_capture(origin);
+    allocator.end_capture(pool);
+    allocator.end_allocate_to_pool(pool);
+    on->launch_graph(graph, replays);
+    allocator.release_pool(pool);
+    EXPECT_TRUE(on->idle(replays));
+    EXPECT_EQ(static_cast<const std::byte*>(result)[1_MiB - 1], std::byte{1});
+    allocator.free(result);
+  }
+  on->destroy_stream(origin);
+  on->destroy_stream(replays);
+}
+
 }  // namespace
 }  // namespace evmm::test

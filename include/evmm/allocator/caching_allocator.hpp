@@ -203,7 +203,9 @@ class caching_allocator {
   void retain_pool(pool_id pool);
   /// When the last user is gone and nothing lives in the pool, all of it is given back at once,
   /// waiting for its streams. Otherwise what is free in it, then or later, comes back at the next
-  /// empty_cache(), retry or collection, or when a request needs it elsewhere.
+  /// empty_cache(), retry or collection, or when a request needs it elsewhere. Graphs that
+  /// allocated from it must not be launched any more; the last user's release waits for those that
+  /// run on streams with memory of this allocator.
   void release_pool(pool_id pool);
   int pool_use_count(pool_id pool) const;
   /// From now on allocations for which `filter` is true go to the pool. The last begun is asked
