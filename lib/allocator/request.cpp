@@ -204,10 +204,15 @@ caching_allocator::state::taken caching_allocator::state::request(
     arena& from, std::size_t size, std::size_t bytes, std::unique_lock<spin_lock>& held) {
   process.check();
   const device_scope here(*on, device);  // whose default stream is meant
-  // What is live, for the rule of when to make memory; with no lock held.
+  std::unique_lock lock(slow);
+  // Whose streams ask for nothing any more would wait for ever, and count as live.
+  for (arena* one : all_arenas) {
+    const std::lock_guard theirs(one->guard());
+    poll(*one);
+  }
+  // What is live, for the rule of when to make memory; with no arena locked.
   const auto before = static_cast<std::size_t>(books.peak_active_bytes());
   const std::size_t next = static_cast<std::size_t>(books.active_bytes()) + size;
-  std::unique_lock lock(slow);
   // A pool may have gone since its arena was found: then the request goes where it would go now.
   arena& now = pools.contains(from.pool().id) ? from : find_arena(from.stream(), from.kind());
   try {

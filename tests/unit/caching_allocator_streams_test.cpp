@@ -108,6 +108,26 @@ TEST(allocator_streams, one_without_memory_here_need_not_exist) {
   }
 }
 
+TEST(allocator_streams, what_others_are_past_is_free_whoever_asks) {
+  const auto on = host_driver::make({.devices = 1, .device_bytes = 256_MiB});
+  const native_stream owner = on->create_stream(device_id{0});
+  const native_stream user = on->create_stream(device_id{0});
+  {
+    caching_allocator allocator(on, device_id{0});
+    void* const block = allocator.allocate(40_MiB, owner);
+    allocator.record_stream(block, user);
+    allocator.free(block);
+    on->synchronize(user);
+    void* const next = allocator.allocate(40_MiB, user);  // and the owner never asks again
+    const auto now = allocator.statistics();
+    EXPECT_EQ(now.active_bytes.all.peak, 40 << 20);
+    EXPECT_LE(now.reserved_bytes.all.current, 48 << 20);
+    allocator.free(next);
+  }
+  on->destroy_stream(owner);
+  on->destroy_stream(user);
+}
+
 TEST(allocator_streams, a_pool_waits_for_the_graphs_that_replay_on_its_memory) {
   const auto on = host_driver::make({.devices = 1, .device_bytes = 64_MiB});
   const native_stream origin = on->create_stream(device_id{0});
