@@ -360,6 +360,7 @@ void caching_allocator::state::tell(const oom_report& report) {
 
 void* caching_allocator::state::allocate_elsewhere(std::size_t bytes, native_stream stream) {
   process.check();
+  check_stream(stream);
   try {
     return other->allocate(bytes, stream, limit());
   } catch (const out_of_memory&) {

@@ -128,6 +128,19 @@ TEST(allocator_streams, what_others_are_past_is_free_whoever_asks) {
   on->destroy_stream(user);
 }
 
+TEST(allocator_streams, the_one_name_of_many_streams_is_refused) {
+  const auto on = host_driver::make({.devices = 1, .device_bytes = 64_MiB});
+  const auto per_thread = reinterpret_cast<native_stream>(std::uintptr_t{2});
+  for (const char* const config : {"", "backend:cudaMallocAsync", "backend:none"}) {
+    caching_allocator allocator(on, device_id{0}, parse_options(config));
+    void* const block = allocator.allocate(3_MiB);
+    EXPECT_THROW((void)allocator.allocate(3_MiB, per_thread), unsupported) << config;
+    EXPECT_THROW((void)allocator.allocate(3_MiB, per_thread), unsupported) << config;
+    EXPECT_THROW(allocator.record_stream(block, per_thread), unsupported) << config;
+    allocator.free(block);
+  }
+}
+
 TEST(allocator_streams, a_pool_waits_for_the_graphs_that_replay_on_its_memory) {
   const auto on = host_driver::make({.devices = 1, .device_bytes = 64_MiB});
   const native_stream origin = on->create_stream(device_id{0});

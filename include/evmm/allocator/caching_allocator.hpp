@@ -132,7 +132,8 @@ class pool_checkpoint;
 ///   that stream must exist until the free. allocate() and free() do not synchronise, unless memory
 ///   has run out. A stream with cached memory is asked later whether it is idle, and waited for:
 ///   before it is destroyed, free what was allocated on it and call empty_cache(), or keep it until
-///   the allocator goes.
+///   the allocator goes. CUDA's per-thread default stream, one name for many streams, is
+///   unsupported.
 /// Errors: out_of_memory says what was asked, what is held, why it does not serve, and which option
 ///   helps; the allocator stays usable. free() of an unknown pointer is an invalid_argument. A
 ///   forked child may destroy its copy, which leaves everything to the parent; other calls are an
