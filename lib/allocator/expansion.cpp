@@ -25,6 +25,9 @@ constexpr double move_weight = 12;
 constexpr std::size_t first_bytes = std::size_t{32} << 20;
 /// Beyond what was live, the part of the usual size that is made.
 constexpr std::size_t piece_share = 8;
+/// After so many ranges the next reserve half as many addresses, up to so many times: a process has
+/// 128 TiB, and may have hundreds of streams.
+constexpr std::size_t ranges_a_halving = 32, most_halvings = 6;
 }  // namespace
 
 /// What is to be done for a request with no arena locked. Memory that takes part is `kept`
@@ -88,6 +91,8 @@ expandable_range& memory_supply::range_of(arena& needy, std::size_t bytes,
         "raise expandable_segments_reserve or expandable_segments_reserve_by_class; what is larger "
         "than the device needs a pool whose tiers include the host");
   }
+  const std::size_t halvings = std::min(ranges_.size() / ranges_a_halving, most_halvings);
+  reserve_bytes = std::max(bytes, reserve_bytes >> halvings);
   needy.reserve(1);
   needy.segments.reserve(needy.segments.size() + 1);
   ranges_.reserve(ranges_.size() + 1);

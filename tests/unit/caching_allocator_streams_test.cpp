@@ -141,6 +141,26 @@ TEST(allocator_streams, the_one_name_of_many_streams_is_refused) {
   }
 }
 
+TEST(allocator_streams, hundreds_have_their_own_memory) {
+  const auto on = host_driver::make({.devices = 1, .device_bytes = 144_GiB});
+  std::vector<native_stream> streams;
+  {
+    caching_allocator allocator(on, device_id{0});
+    std::vector<void*> blocks;
+    for (int i = 0; i < 500; ++i) {
+      streams.push_back(on->create_stream(device_id{0}));
+      blocks.push_back(allocator.allocate(512, streams.back()));
+      blocks.push_back(allocator.allocate(2_MiB, streams.back()));
+    }
+    void* const large = allocator.allocate(8_GiB, streams.back());
+    EXPECT_EQ(allocator.base_allocation(large).block_bytes, 8_GiB)
+        << "more than a late segment has";
+    allocator.free(large);
+    for (void* each : blocks) allocator.free(each);
+  }
+  for (native_stream each : streams) on->destroy_stream(each);
+}
+
 TEST(allocator_streams, a_pool_waits_for_the_graphs_that_replay_on_its_memory) {
   const auto on = host_driver::make({.devices = 1, .device_bytes = 64_MiB});
   const native_stream origin = on->create_stream(device_id{0});
