@@ -405,13 +405,14 @@ TEST(allocator_processes, a_forked_child_is_refused) {
 TEST(allocator_processes, a_child_forked_while_a_thread_is_at_work_waits_for_nobody) {
   const auto on = host_driver::make({.devices = 1});
   caching_allocator allocator(on, device_id{0});
+  void* const block = allocator.allocate(4096);
   std::promise<void> inside, forked;
   const auto subscription = allocator.on_trace([&](const trace_entry& entry) {
     if (entry.action != trace_action::segment_map) return;
     inside.set_value();  // under the allocator's locks, which the child has as they are
     forked.get_future().wait();
   });
-  std::thread at_work([&] { allocator.free(allocator.allocate(1_MiB)); });
+  std::thread at_work([&] { allocator.free(allocator.allocate(2_MiB)); });
   inside.get_future().wait();
   in_child({}, [&] {
     ::alarm(20);
@@ -432,9 +433,11 @@ TEST(allocator_processes, a_child_forked_while_a_thread_is_at_work_waits_for_nob
       EXPECT_TRUE(says(refusal(call), "before a fork")) << name << ": " << refusal(call);
     }
     EXPECT_FALSE(allocator.owns(&allocator));
+    EXPECT_NO_THROW(allocator.free(block)) << "it is the parent's";
   });
   forked.set_value();
   at_work.join();
+  allocator.free(block);
 }
 
 }  // namespace

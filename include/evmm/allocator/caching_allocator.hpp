@@ -136,8 +136,8 @@ class pool_checkpoint;
 ///   unsupported.
 /// Errors: out_of_memory says what was asked, what is held, why it does not serve, and which option
 ///   helps; the allocator stays usable. free() of an unknown pointer is an invalid_argument. A
-///   forked child may destroy its copy, which leaves everything to the parent; other calls are an
-///   invalid_argument there, and free() must not be called.
+///   forked child may destroy its copy and free, which leaves everything to the parent; other calls
+///   are an invalid_argument there.
 class caching_allocator {
  public:
   caching_allocator(std::shared_ptr<driver> on, device_id device,
