@@ -317,13 +317,15 @@ block* memory_supply::expand(arena& needy, std::size_t bytes, std::size_t reserv
                              std::unique_lock<spin_lock>& held) {
   for (;;) {
     plan to_do(needy);
+    bool whole = false;
     {
       const std::lock_guard mine(needy.guard());
       search in{.needy = needy,
                 .bytes = bytes,
                 .may_wait = terms.may_wait || options_.now().recycle == recycling::wait};
-      if (!plan_request(in, reserve_bytes, all, terms, to_do)) break;
+      whole = plan_request(in, reserve_bytes, all, terms, to_do);
     }
+    if (!whole && (!terms.in_parts || to_do.steps.empty())) break;
     // What is made for a request that fails would be held for nothing, and nobody else have it.
     if (to_do.steps.size() > 1 && terms.where == tier::device && !terms.in_parts) {
       const std::size_t made = to_do.made_bytes();
@@ -338,6 +340,7 @@ block* memory_supply::expand(arena& needy, std::size_t bytes, std::size_t reserv
       if (!std::exchange(terms.may_make, false)) break;
       continue;  // once more with what there is
     }
+    if (!whole) break;
     held = std::unique_lock(needy.guard());
     for (block* part : std::exchange(to_do.kept, {})) needy.vacate(part, block_use::free);
     return needy.take_at(to_do.at, bytes, to_do.run);

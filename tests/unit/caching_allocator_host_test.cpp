@@ -187,6 +187,18 @@ TEST_F(small_device, one_block_may_lie_in_both_tiers) {
   EXPECT_EQ(static_cast<const std::byte*>(live.back())[100_MiB - 1], std::byte{7});
 }
 
+TEST_F(small_device, a_block_in_both_tiers_takes_what_the_fraction_leaves_it) {
+  make("per_process_memory_fraction:0.5");
+  const pool_id pool =
+      allocator->create_pool({.tiers = {tier::device, tier::host}, .may_span = true});
+  allocator->begin_allocate_to_pool(pool);
+  live.push_back(allocator->allocate(90_MiB));  // more than either tier may give
+  allocator->end_allocate_to_pool(pool);
+  EXPECT_EQ(allocator->report().reserved_bytes, 32_MiB);
+  EXPECT_EQ(allocator->report().host_tier_bytes, 58_MiB);
+  EXPECT_EQ(allocator->statistics().num_ooms, 0);
+}
+
 TEST_F(small_device, a_block_lies_in_one_tier_unless_it_may_span) {
   make("");
   const pool_id pool = allocator->create_pool({.tiers = {tier::device, tier::host}});
