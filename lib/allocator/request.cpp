@@ -272,6 +272,17 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
   const std::vector<tier>& tiers = from.pool().options.tiers;
   const bool own_memory = from.pool().options.functions.has_value();
   bool retried = false;
+  const std::uint64_t made_before = supply.last_serial();
+  const auto give_up = [&](bool rejected) {
+    {
+      // What was made for it would be held for nothing.
+      const std::lock_guard mine(from.guard());
+      if (!in_capture && !capturing(from.stream()) && on->idle(from.stream())) {
+        supply.give_back_made(from, made_before);
+      }
+    }
+    fail(from, size, bytes, rejected, lock);
+  };
   for (const tier where : tiers) {
     // What the addresses of one tier cannot hold may lie in the next.
     if (where != tiers.back() && expandable(from) && size > reservation_for(from, where)) continue;
@@ -291,7 +302,7 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
         if (expandable(from)) {
           if (block* const found = extend(from, size, terms, held)) return {&from, found};
         }
-        if (where == tiers.back()) fail(from, size, bytes, true, lock);
+        if (where == tiers.back()) give_up(true);
         continue;
       }
     }
@@ -321,7 +332,8 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
       if (block* const found = extend(from, size, terms, held)) return {&from, found};
     }
   }
-  fail(from, size, bytes, false, lock);
+  give_up(false);
+  return {};  // is not reached
 }
 
 oom_report caching_allocator::state::report_of(std::size_t bytes, bool rejected) const {

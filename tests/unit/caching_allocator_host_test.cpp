@@ -113,6 +113,23 @@ TEST_F(small_device, a_request_that_fails_leaves_others_what_it_did_not_get) {
   EXPECT_EQ(allocator->report().free_bytes, 44_MiB);
 }
 
+TEST_F(small_device, a_request_that_fails_leaves_host_memory_too) {
+  make("");
+  for (const bool span : {false, true}) {
+    const pool_id pool =
+        allocator->create_pool({.tiers = {tier::device, tier::host}, .may_span = span});
+    allocator->begin_allocate_to_pool(pool);
+    void* const kept = allocator->allocate(4_MiB);
+    EXPECT_THROW((void)allocator->allocate(130_MiB), out_of_memory);
+    EXPECT_EQ(allocator->report().host_tier_bytes, 0u);
+    EXPECT_LE(allocator->report().reserved_bytes, 4_MiB);
+    EXPECT_NO_THROW(allocator->check_invariants());
+    allocator->end_allocate_to_pool(pool);
+    allocator->free(kept);
+    allocator->release_pool(pool);
+  }
+}
+
 TEST_F(small_device, a_request_takes_what_the_driver_has_and_what_is_free_besides) {
   make("");
   for (int i = 0; i < 4; ++i) live.push_back(allocator->allocate(10_MiB));
@@ -165,7 +182,7 @@ TEST_F(small_device, says_what_the_host_tier_has_where_it_was_asked) {
     return said;
   };
   const std::string host = said_of({.tiers = {tier::host}}, 100_MiB);
-  EXPECT_TRUE(says(host, "host memory: 0 B of 64.0 MiB are free, this allocator holds 64.0 MiB"))
+  EXPECT_TRUE(says(host, "host memory: 64.0 MiB of 64.0 MiB are free, this allocator holds 0 B"))
       << host;
   EXPECT_TRUE(says(host, "help: use less memory: the host tier is full")) << host;
   const std::string both = said_of({.tiers = {tier::device, tier::host}}, 100_MiB);
