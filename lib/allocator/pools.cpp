@@ -123,6 +123,7 @@ void caching_allocator::state::drop_if_unused(pool_record& gone) {
   for (arena* one : gone.arenas) {
     const std::lock_guard held(one->guard());
     supply.drop(*one);
+    one->retire();
   }
   const std::unique_lock lock(arenas_guard);
   route_changed();

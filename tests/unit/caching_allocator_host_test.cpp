@@ -295,6 +295,22 @@ TEST(allocator_settings, take_no_memory_each_time_they_change) {
   EXPECT_LT(::mallinfo2().uordblks, before + 64_KiB);
 }
 
+TEST(allocator_pools, leave_no_records_of_blocks) {
+  const auto on = host_driver::make({.devices = 1, .device_bytes = 64_MiB});
+  caching_allocator allocator(on, device_id{0});
+  const auto make_and_release = [&] {
+    const pool_id pool = allocator.create_pool();
+    allocator.begin_allocate_to_pool(pool);
+    for (const std::size_t bytes : {4096u, 3u << 20}) allocator.free(allocator.allocate(bytes));
+    allocator.end_allocate_to_pool(pool);
+    allocator.release_pool(pool);
+  };
+  for (int i = 0; i < 50; ++i) make_and_release();
+  const auto before = ::mallinfo2().uordblks;
+  for (int i = 0; i < 100; ++i) make_and_release();
+  EXPECT_LE(::mallinfo2().uordblks, before + 100 * 14_KiB) << "two arenas and their account";
+}
+
 TEST(allocator_moves, leave_alone_what_functions_write_meanwhile) {
   const auto on = host_driver::make({.devices = 1, .device_bytes = 128_MiB});
   const native_stream writer = on->create_stream(device_id{0});
