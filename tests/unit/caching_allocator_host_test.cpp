@@ -185,6 +185,10 @@ TEST_F(small_device, says_what_the_host_tier_has_where_it_was_asked) {
   EXPECT_TRUE(says(host, "host memory: 64.0 MiB of 64.0 MiB are free, this allocator holds 0 B"))
       << host;
   EXPECT_TRUE(says(host, "help: use less memory: the host tier is full")) << host;
+  allocator->set_memory_fraction(0.25);
+  const std::string limited = said_of({.tiers = {tier::host}}, 100_MiB);
+  EXPECT_TRUE(says(limited, "help: use less memory: the host tier is full")) << limited;
+  allocator->set_memory_fraction(1);
   const std::string both = said_of({.tiers = {tier::device, tier::host}}, 100_MiB);
   EXPECT_TRUE(says(both, "help: set the pool's may_span")) << both;
 }
