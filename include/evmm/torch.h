@@ -117,7 +117,8 @@ EVMM_TORCH_API void evmm_torch_host_only_free(void* at, ssize_t bytes, int devic
 enum evmm_torch_tiers { EVMM_TORCH_DEVICE_THEN_HOST = 0, EVMM_TORCH_HOST_ONLY = 1 };
 
 /** From now on what the calling thread allocates by evmm_torch_alloc on this device comes from
- * these tiers (evmm_torch_tiers). May be nested; frees are as ever. */
+ * these tiers (evmm_torch_tiers); what it allocates on a captured stream comes from the graph's
+ * pool all the same. May be nested; frees are as ever. */
 EVMM_TORCH_API int evmm_torch_begin_tiers(int device, int tiers);
 /** Ends the last begin of the same tiers, in the thread that began. */
 EVMM_TORCH_API int evmm_torch_end_tiers(int device, int tiers);

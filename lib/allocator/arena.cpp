@@ -72,6 +72,14 @@ void arena::join(block* first, block* next) noexcept {
   drop_record(next);
 }
 
+void arena::retire() noexcept {
+  table_ = block_table();
+  records_ = std::vector<std::unique_ptr<block[]>>();
+  spare_ = nullptr;
+  spare_count_ = 0;
+  deferred.reset();
+}
+
 // --- runs of free blocks and holes -------------------------------------------------------------
 
 std::size_t arena::largest_free(const block* run) noexcept {

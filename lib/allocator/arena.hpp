@@ -158,6 +158,9 @@ class alignas(128) arena {
            (deferred == nullptr || deferred->empty());
   }
 
+  /// It has no memory and never will: lets go of what only blocks need.
+  void retire() noexcept;
+
   ledger_account& account() const noexcept { return account_; }
   std::int64_t allocated_count() const noexcept { return account_.allocated_count(kind_); }
   std::int64_t allocated_bytes() const noexcept { return account_.allocated_bytes(kind_); }

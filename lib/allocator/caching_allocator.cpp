@@ -43,11 +43,26 @@ constexpr int entry_bits = 3;
 [[gnu::tls_model("initial-exec")]] thread_local constinit caching_allocator::state::thread_entry
     last_found[1 << entry_bits] = {};
 
-/// A forked child forgets what its parent's thread found, so that its first request is refused.
+/// The allocators of the process. Never destroyed: a child may be forked as late as one likes.
+struct registry {
+  std::mutex guard;
+  std::vector<caching_allocator::state*> all;
+  static registry& its() {
+    static auto* const only = new registry;
+    return *only;
+  }
+};
+
+/// A forked child forgets what its parent's thread found, so that its first request is refused, and
+/// whose the addresses are, so that no free() waits for a lock that a thread of the parent has.
 void forget_at_fork() {
-  [[maybe_unused]] static const int watched = pthread_atfork(nullptr, nullptr, [] {
-    for (auto& entry : last_found) entry.allocator = 0;
-  });
+  [[maybe_unused]] static const int watched =
+      pthread_atfork([] { registry::its().guard.lock(); }, [] { registry::its().guard.unlock(); },
+                     [] {
+                       for (auto& entry : last_found) entry.allocator = 0;
+                       for (auto* one : registry::its().all) one->pages.forget();
+                       registry::its().guard.unlock();
+                     });
 }
 
 }  // namespace
@@ -84,12 +99,16 @@ caching_allocator::state::state(std::shared_ptr<driver> driver, device_id its,
                return stack;
              }) {
   forget_at_fork();
-  auto first = std::make_unique<pool_record>();
-  first->expandable = wanted.expandable_segments;
-  pools.emplace(pool_id{}, std::move(first));
+  pools.emplace(pool_id{}, std::make_unique<pool_record>());
+  const std::lock_guard lock(registry::its().guard);
+  registry::its().all.push_back(this);
 }
 
 caching_allocator::state::~state() {
+  {
+    const std::lock_guard lock(registry::its().guard);
+    std::erase(registry::its().all, this);
+  }
   std::size_t live = 0;
   for (arena* one : all_arenas) {
     live += static_cast<std::size_t>(one->allocated_count());
@@ -118,6 +137,7 @@ pool_id caching_allocator::state::routed_to(native_stream stream) const {
 
 arena& caching_allocator::state::find_arena(native_stream stream, size_class kind) {
   process.check();
+  check_stream(stream);
   // Before the routes are looked at: what is found by older ones must not pass for newer.
   const std::uint64_t epoch = routing.load(std::memory_order_acquire);
   pool_id to{};
@@ -346,6 +366,7 @@ void caching_allocator::state::defer(arena& owner, block& freed,
 }
 
 void caching_allocator::state::free(address at) {
+  if (process.forked()) return;
   std::unique_lock<spin_lock> held;
   block* const freed = live_block(at, held);
   if (freed == nullptr) {
@@ -374,8 +395,10 @@ void caching_allocator::state::free(address at) {
 void caching_allocator::free(void* pointer) {
   state& s = *state_;
   if (pointer == nullptr) return;
-  if (s.other) [[unlikely]]
-    return s.other->free(pointer);
+  if (s.other) [[unlikely]] {
+    if (!s.process.forked()) s.other->free(pointer);
+    return;
+  }
   const address at = as_address(pointer);
   segment_record* const segment = s.pages.find(at);
   if (segment == nullptr || s.happened.wanted()) [[unlikely]]
@@ -396,6 +419,7 @@ void caching_allocator::record_stream(void* at, native_stream stream) {
   state& s = *state_;
   if (at == nullptr) return;
   s.process.check();
+  state::check_stream(stream);
   if (s.other) return s.other->record_stream(at, stream);
   std::unique_lock<spin_lock> held;
   block* const used = s.live_block(as_address(at), held);

@@ -25,6 +25,9 @@ constexpr double move_weight = 12;
 constexpr std::size_t first_bytes = std::size_t{32} << 20;
 /// Beyond what was live, the part of the usual size that is made.
 constexpr std::size_t piece_share = 8;
+/// After so many ranges the next reserve half as many addresses, up to so many times: a process has
+/// 128 TiB, and may have hundreds of streams.
+constexpr std::size_t ranges_a_halving = 32, most_halvings = 6;
 }  // namespace
 
 /// What is to be done for a request with no arena locked. Memory that takes part is `kept`
@@ -88,6 +91,8 @@ expandable_range& memory_supply::range_of(arena& needy, std::size_t bytes,
         "raise expandable_segments_reserve or expandable_segments_reserve_by_class; what is larger "
         "than the device needs a pool whose tiers include the host");
   }
+  const std::size_t halvings = std::min(ranges_.size() / ranges_a_halving, most_halvings);
+  reserve_bytes = std::max(bytes, reserve_bytes >> halvings);
   needy.reserve(1);
   needy.segments.reserve(needy.segments.size() + 1);
   ranges_.reserve(ranges_.size() + 1);
@@ -247,7 +252,8 @@ std::size_t memory_supply::room_for(std::size_t bytes) {
   return room_;
 }
 
-/// Makes and maps, with no arena locked. False when the driver has no memory.
+/// Makes and maps, with no arena locked. False when the driver has no memory, for the handles or to
+/// map them.
 bool memory_supply::carry_out(plan& to_do, const supply_terms& terms) {
   arena& needy = to_do.needy;
   expandable_range& range = *to_do.range;
@@ -274,6 +280,12 @@ bool memory_supply::carry_out(plan& to_do, const supply_terms& terms) {
       if (stale != handle->spans.end()) unmap(**stale);
     }
     span_record* made = nullptr;
+    const auto undo = [&] {
+      if (made != nullptr) unmap(*made);
+      if (step.moved != nullptr) return;
+      hold(needy.kind(), terms.where, -static_cast<std::int64_t>(step.bytes));
+      handles_.pop_back();
+    };
     try {
       made = map(*handle, range, step.at);
       const std::lock_guard held(needy.guard());
@@ -284,12 +296,11 @@ bool memory_supply::carry_out(plan& to_do, const supply_terms& terms) {
       const address from = std::max(made->at(), to_do.at);
       const address to = std::min(made->end(), to_do.at + to_do.bytes);
       to_do.keep(needy.covering(from, made->near), from, to - from);
+    } catch (const out_of_memory&) {
+      undo();
+      return false;
     } catch (...) {
-      if (made != nullptr) unmap(*made);
-      if (step.moved == nullptr) {
-        hold(needy.kind(), terms.where, -static_cast<std::int64_t>(step.bytes));
-        handles_.pop_back();
-      }
+      undo();
       throw;
     }
     if (step.moved != nullptr) {
@@ -306,13 +317,15 @@ block* memory_supply::expand(arena& needy, std::size_t bytes, std::size_t reserv
                              std::unique_lock<spin_lock>& held) {
   for (;;) {
     plan to_do(needy);
+    bool whole = false;
     {
       const std::lock_guard mine(needy.guard());
       search in{.needy = needy,
                 .bytes = bytes,
                 .may_wait = terms.may_wait || options_.now().recycle == recycling::wait};
-      if (!plan_request(in, reserve_bytes, all, terms, to_do)) break;
+      whole = plan_request(in, reserve_bytes, all, terms, to_do);
     }
+    if (!whole && (!terms.in_parts || to_do.steps.empty())) break;
     // What is made for a request that fails would be held for nothing, and nobody else have it.
     if (to_do.steps.size() > 1 && terms.where == tier::device && !terms.in_parts) {
       const std::size_t made = to_do.made_bytes();
@@ -324,9 +337,10 @@ block* memory_supply::expand(arena& needy, std::size_t bytes, std::size_t reserv
       }
     }
     if (!carry_out(to_do, terms)) {
-      terms.may_make = false;  // once more with what there is
-      continue;
+      if (!std::exchange(terms.may_make, false)) break;
+      continue;  // once more with what there is
     }
+    if (!whole) break;
     held = std::unique_lock(needy.guard());
     for (block* part : std::exchange(to_do.kept, {})) needy.vacate(part, block_use::free);
     return needy.take_at(to_do.at, bytes, to_do.run);

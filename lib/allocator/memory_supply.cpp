@@ -317,6 +317,24 @@ std::size_t memory_supply::give_back(arena& from, std::size_t wanted, std::optio
   return given;
 }
 
+void memory_supply::give_back_made(arena& of, std::uint64_t serial) {
+  of.merge_recent();
+  std::vector<handle_record*> made;
+  for (const auto& handle : handles_) {
+    if (handle->serial > serial && handle->home->in.segment.owner == &of) {
+      made.push_back(handle.get());
+    }
+  }
+  of.reserve(2 * made.size());
+  for (handle_record* each : made) {
+    const span_record& home = *each->home;
+    block* const around = of.covering(home.at(), home.near);
+    if (around->use != block_use::free || home.end() > around->at + around->bytes) continue;
+    of.strip(around, home.at(), home.bytes());
+    release(*each);
+  }
+}
+
 void memory_supply::drop_unused_ranges(arena& of) {
   for (std::size_t i = of.segments.size(); i-- > 0;) {
     segment_record& segment = *of.segments[i];

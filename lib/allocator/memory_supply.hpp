@@ -115,6 +115,10 @@ class memory_supply {
   /// Returns the bytes.
   std::size_t give_back(arena& from, std::size_t wanted, std::optional<tier> where,
                         std::uint64_t older_than, bool may_wait);
+  /// Gives back the handles of an arena, whose lock is held and whose stream is idle, that were
+  /// made after `serial` and are free.
+  void give_back_made(arena& of, std::uint64_t serial);
+  std::uint64_t last_serial() const noexcept { return last_serial_; }
   /// What give_back could give.
   std::size_t releasable(arena& from) const;
   /// Lets go of addresses behind which an arena, whose lock is held, has no memory.

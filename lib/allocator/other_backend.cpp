@@ -146,7 +146,7 @@ class table_backend : public other_backend {
     live_.insert_or_assign(at, std::move(made));
     return reinterpret_cast<void*>(at);
   }
-  /// The streams to get past before take(), which cannot be undone.
+  /// The streams to get past before take().
   struct users {
     native_stream owner;
     std::vector<native_stream> others;
@@ -156,9 +156,12 @@ class table_backend : public other_backend {
     const allocation& its = live(at, "free")->second;
     return {its.stream, its.other_streams};
   }
-  allocation take(address at) {
+  /// What throws has taken nothing. `give_back` is called before anybody else gets the address.
+  template <class GiveBack>
+  allocation take(address at, GiveBack&& give_back) {
     const std::lock_guard lock(guard_);
     live(at, "free");
+    give_back();
     allocation gone = std::move(live_.extract(at).mapped());
     count_.add(-1);
     bytes_.add(-static_cast<std::int64_t>(gone.bytes));
@@ -208,8 +211,7 @@ class async_backend final : public table_backend {
     const users its = users_of(at);
     const device_scope here(*on_, device_);
     order(its.owner, its.others);
-    static_cast<void>(take(at));
-    on_->free_async(at, its.owner);
+    static_cast<void>(take(at, [&] { on_->free_async(at, its.owner); }));
   }
   void enable_peer(device_id peer) override {
     throw unsupported(
@@ -274,7 +276,7 @@ class uncached_backend final : public table_backend {
     const users its = users_of(at);
     const device_scope here(*on_, device_);
     wait_for(its.owner, its.others);
-    static_cast<void>(take(at));
+    static_cast<void>(take(at, [] {}));
   }
   std::size_t empty_cache() override { return 0; }
   void enable_peer(device_id peer) override {

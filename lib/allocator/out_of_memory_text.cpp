@@ -116,7 +116,7 @@ out_of_memory out_of_memory_text(caching_allocator::state& of, const arena& from
   } else if (report.rejected) {
     help =
         "free memory, or unset throw_on_cudamalloc_oom so that cached memory is given back first";
-  } else if (of.limit() < of.total_bytes && held + size > of.limit()) {
+  } else if (device_too && of.limit() < of.total_bytes && held + size > of.limit()) {
     help = "raise per_process_memory_fraction, now " +
            fmt::format("{:.3f}", options.per_process_memory_fraction);
   } else if (why.other_pools >= size) {

@@ -54,6 +54,11 @@ void page_map::remove(address at, std::size_t bytes) noexcept {
   }
 }
 
+void page_map::forget() noexcept {
+  for (std::size_t i = 0; i < std::size_t{1} << root_bits; ++i) roots_[i].store(nullptr);
+  uneven_ = 0;
+}
+
 segment_record* page_map::find_uneven(address at) const noexcept {
   const std::shared_lock lock(guard_);
   auto next = extents_.upper_bound(at);

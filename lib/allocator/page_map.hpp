@@ -36,6 +36,8 @@ class page_map {
   /// [at, at + bytes) belongs to `segment` from now on. Strong guarantee.
   void add(address at, std::size_t bytes, segment_record* segment);
   void remove(address at, std::size_t bytes) noexcept;
+  /// Knows nothing any more, and frees nothing: for a forked child.
+  void forget() noexcept;
 
  private:
   static constexpr int page_bits = 21;

@@ -14,7 +14,6 @@ class arena;
 struct pool_record {
   pool_id id{};
   pool_options options = {};
-  bool expandable = true;
   int users = 1;
   int captures = 0;       ///< captures under way that allocate here
   bool captured = false;  ///< a graph may replay on its addresses: they stay backed as they are

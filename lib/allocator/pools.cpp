@@ -65,7 +65,21 @@ void caching_allocator::release_pool(pool_id its) {
     throw invalid_argument(
         fmt::format("pool {} has no user to release it", static_cast<std::uint64_t>(its)));
   }
+  if (one.users == 1 && one.captured) s.wait_for_replays();
   if (--one.users == 0) s.drop_if_unused(one);
+}
+
+/// Waits for graphs that were launched on any stream with memory here: their nodes use their pool's
+/// memory, of which its own streams know nothing.
+void caching_allocator::state::wait_for_replays() {
+  const device_scope here(*on, device);
+  for (arena* one : all_arenas) {
+    {
+      const std::lock_guard held(one->guard());
+      if (one->empty()) continue;
+    }
+    if (!capturing(one->stream())) on->synchronize(one->stream());
+  }
 }
 
 int caching_allocator::pool_use_count(pool_id its) const {
@@ -109,6 +123,7 @@ void caching_allocator::state::drop_if_unused(pool_record& gone) {
   for (arena* one : gone.arenas) {
     const std::lock_guard held(one->guard());
     supply.drop(*one);
+    one->retire();
   }
   const std::unique_lock lock(arenas_guard);
   route_changed();
@@ -215,6 +230,7 @@ void caching_allocator::end_capture(pool_id its) {
         fmt::format("no capture allocates from pool {}", static_cast<std::uint64_t>(its)),
         "call begin_capture before end_capture");
   }
+  const device_scope here(*s.on, s.device);
   --one.captures;
   --s.captures;
   s.settle_captured();

@@ -98,9 +98,11 @@ void caching_allocator::state::collect_garbage() {
     std::size_t excess = held_bytes - keep;
     for (arena* one : all_arenas) {
       if (excess == 0) break;
-      if (!one->pool().in_tier(tier::device) || capturing(one->stream())) continue;
+      if (!one->pool().in_tier(tier::device)) continue;
       const std::lock_guard held(one->guard());
-      if (supply.releasable(*one) == 0 || !on->idle(one->stream())) continue;
+      // A stream that has nothing here need not exist any more.
+      if (supply.releasable(*one) == 0 || capturing(one->stream())) continue;
+      if (!on->idle(one->stream())) continue;
       excess -=
           std::min(excess, supply.give_back(*one, excess, tier::device, now - age / 2, false));
     }
@@ -202,10 +204,15 @@ caching_allocator::state::taken caching_allocator::state::request(
     arena& from, std::size_t size, std::size_t bytes, std::unique_lock<spin_lock>& held) {
   process.check();
   const device_scope here(*on, device);  // whose default stream is meant
-  // What is live, for the rule of when to make memory; with no lock held.
+  std::unique_lock lock(slow);
+  // Whose streams ask for nothing any more would wait for ever, and count as live.
+  for (arena* one : all_arenas) {
+    const std::lock_guard theirs(one->guard());
+    poll(*one);
+  }
+  // What is live, for the rule of when to make memory; with no arena locked.
   const auto before = static_cast<std::size_t>(books.peak_active_bytes());
   const std::size_t next = static_cast<std::size_t>(books.active_bytes()) + size;
-  std::unique_lock lock(slow);
   // A pool may have gone since its arena was found: then the request goes where it would go now.
   arena& now = pools.contains(from.pool().id) ? from : find_arena(from.stream(), from.kind());
   try {
@@ -265,6 +272,17 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
   const std::vector<tier>& tiers = from.pool().options.tiers;
   const bool own_memory = from.pool().options.functions.has_value();
   bool retried = false;
+  const std::uint64_t made_before = supply.last_serial();
+  const auto give_up = [&](bool rejected) {
+    {
+      // What was made for it would be held for nothing.
+      const std::lock_guard mine(from.guard());
+      if (!in_capture && !capturing(from.stream()) && on->idle(from.stream())) {
+        supply.give_back_made(from, made_before);
+      }
+    }
+    fail(from, size, bytes, rejected, lock);
+  };
   for (const tier where : tiers) {
     // What the addresses of one tier cannot hold may lie in the next.
     if (where != tiers.back() && expandable(from) && size > reservation_for(from, where)) continue;
@@ -284,7 +302,7 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
         if (expandable(from)) {
           if (block* const found = extend(from, size, terms, held)) return {&from, found};
         }
-        if (where == tiers.back()) fail(from, size, bytes, true, lock);
+        if (where == tiers.back()) give_up(true);
         continue;
       }
     }
@@ -314,7 +332,8 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
       if (block* const found = extend(from, size, terms, held)) return {&from, found};
     }
   }
-  fail(from, size, bytes, false, lock);
+  give_up(false);
+  return {};  // is not reached
 }
 
 oom_report caching_allocator::state::report_of(std::size_t bytes, bool rejected) const {
@@ -353,6 +372,7 @@ void caching_allocator::state::tell(const oom_report& report) {
 
 void* caching_allocator::state::allocate_elsewhere(std::size_t bytes, native_stream stream) {
   process.check();
+  check_stream(stream);
   try {
     return other->allocate(bytes, stream, limit());
   } catch (const out_of_memory&) {

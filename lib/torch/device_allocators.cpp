@@ -58,12 +58,14 @@ void device_allocator::begin(const pool_number& name, std::function<bool(native_
     log_failure("undoing the use of a pool", [&] { drop_user(at); });
     throw;
   }
+  ++captures_;
 }
 
 void device_allocator::end(const pool_number& name) {
   const std::lock_guard lock(guard_);
   const graph_pool& pool = find(name, "end_allocate_to_pool");
   allocator.end_allocate_to_pool(pool.its);
+  --captures_;
   allocator.end_capture(pool.its);
 }
 
@@ -106,6 +108,11 @@ std::optional<tier_choice> device_allocator::innermost() const {
   return last == begun.rend() ? std::nullopt : std::optional(last->second);
 }
 
+/// What a graph will replay on comes from its pool, which keeps it for the graph.
+bool device_allocator::captured(native_stream stream) const {
+  return captures_ > 0 && allocator.on().capture(stream).status != capture_status::none;
+}
+
 device_allocator::tier_pool& device_allocator::pool_of(tier_choice tiers) noexcept {
   return tier_pools_[static_cast<std::size_t>(tiers)];
 }
@@ -122,8 +129,9 @@ void device_allocator::begin(tier_choice tiers) {
   begun_tiers().emplace_back(this, tiers);
   if (pool.begun == 0) {
     try {
-      allocator.begin_allocate_to_pool(
-          *pool.its, [this, tiers](native_stream) { return innermost() == tiers; });
+      allocator.begin_allocate_to_pool(*pool.its, [this, tiers](native_stream stream) {
+        return innermost() == tiers && !captured(stream);
+      });
     } catch (...) {
       begun_tiers().pop_back();
       throw;

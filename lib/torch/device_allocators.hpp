@@ -58,6 +58,7 @@ class device_allocator {
   };
   static std::vector<std::pair<const device_allocator*, tier_choice>>& begun_tiers();
   std::optional<tier_choice> innermost() const;
+  bool captured(native_stream stream) const;
   tier_pool& pool_of(tier_choice tiers) noexcept;
   graph_pool& find(const pool_number& name, const char* what);
   void drop_user(std::map<pool_number, graph_pool>::iterator of);
@@ -66,6 +67,7 @@ class device_allocator {
   std::map<pool_number, graph_pool> graph_pools_;
   std::map<pool_id, pool_number> names_;  ///< of all that ever were: the history may have them
   std::array<tier_pool, 2> tier_pools_;
+  std::atomic<int> captures_ = 0;  ///< begun and not ended, of all graphs
 };
 
 /// The allocators of a process.

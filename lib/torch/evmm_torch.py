@@ -185,7 +185,7 @@ def host_tier_pool(host_only=False):
 def host_tier(device=None, host_only=False):
     """What this thread allocates in this context lies on the device and, where that is full, in
     host memory; or in host memory alone. Such tensors are ordinary ones and may outlive the
-    context."""
+    context. After install(), what is allocated in a graph capture lies in the graph's pool."""
     if not installed():
         import torch
 

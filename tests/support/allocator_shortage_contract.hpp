@@ -229,16 +229,20 @@ TEST_P(allocator_shortage_contract, only_as_much_is_given_back_as_the_request_ne
 
 TEST_P(allocator_shortage_contract, memory_is_tried_again_after_the_driver_refused_once) {
   for (const char* const config : {"", k_segments}) {
-    make(config);
-    free({allocator->allocate(12_MiB, new_stream())});
-    on->fail_call(driver_call::create, 0, error_category::out_of_memory);
-    ::testing::internal::CaptureStderr();
-    void* const block = allocator->allocate(32_MiB);
-    EXPECT_EQ(::testing::internal::GetCapturedStderr(), "") << "what was cured is not told";
-    EXPECT_TRUE(on->disarm());
-    EXPECT_NE(block, nullptr);
-    EXPECT_EQ(allocator->statistics().num_ooms, 0);
-    allocator->free(block);
+    for (const driver_call kind :
+         {driver_call::create, driver_call::map, driver_call::set_access}) {
+      make(config);
+      free({allocator->allocate(12_MiB, new_stream())});
+      on->fail_call(kind, 0, error_category::out_of_memory);
+      ::testing::internal::CaptureStderr();
+      void* const block = allocator->allocate(32_MiB);
+      EXPECT_EQ(::testing::internal::GetCapturedStderr(), "") << "what was cured is not told";
+      EXPECT_TRUE(on->disarm());
+      EXPECT_NE(block, nullptr);
+      EXPECT_EQ(allocator->statistics().num_ooms, 0);
+      allocator->check_invariants();
+      allocator->free(block);
+    }
   }
 }
 

@@ -178,6 +178,7 @@ TEST(allocator_faults, a_free_that_fails_can_be_repeated) {
 TEST(allocator_faults, a_free_of_another_backend_that_fails_can_be_repeated) {
   for (const auto& [config, call] : {std::pair{"backend:cudaMallocAsync", driver_call::record},
                                      std::pair{"backend:cudaMallocAsync", driver_call::wait},
+                                     std::pair{"backend:cudaMallocAsync", driver_call::free_async},
                                      std::pair{"backend:none", driver_call::synchronize_stream}}) {
     const auto faults = machine(64_MiB);
     const auto before = faults->alive();

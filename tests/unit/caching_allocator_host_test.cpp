@@ -113,6 +113,23 @@ TEST_F(small_device, a_request_that_fails_leaves_others_what_it_did_not_get) {
   EXPECT_EQ(allocator->report().free_bytes, 44_MiB);
 }
 
+TEST_F(small_device, a_request_that_fails_leaves_host_memory_too) {
+  make("");
+  for (const bool span : {false, true}) {
+    const pool_id pool =
+        allocator->create_pool({.tiers = {tier::device, tier::host}, .may_span = span});
+    allocator->begin_allocate_to_pool(pool);
+    void* const kept = allocator->allocate(4_MiB);
+    EXPECT_THROW((void)allocator->allocate(130_MiB), out_of_memory);
+    EXPECT_EQ(allocator->report().host_tier_bytes, 0u);
+    EXPECT_LE(allocator->report().reserved_bytes, 4_MiB);
+    EXPECT_NO_THROW(allocator->check_invariants());
+    allocator->end_allocate_to_pool(pool);
+    allocator->free(kept);
+    allocator->release_pool(pool);
+  }
+}
+
 TEST_F(small_device, a_request_takes_what_the_driver_has_and_what_is_free_besides) {
   make("");
   for (int i = 0; i < 4; ++i) live.push_back(allocator->allocate(10_MiB));
@@ -165,9 +182,13 @@ TEST_F(small_device, says_what_the_host_tier_has_where_it_was_asked) {
     return said;
   };
   const std::string host = said_of({.tiers = {tier::host}}, 100_MiB);
-  EXPECT_TRUE(says(host, "host memory: 0 B of 64.0 MiB are free, this allocator holds 64.0 MiB"))
+  EXPECT_TRUE(says(host, "host memory: 64.0 MiB of 64.0 MiB are free, this allocator holds 0 B"))
       << host;
   EXPECT_TRUE(says(host, "help: use less memory: the host tier is full")) << host;
+  allocator->set_memory_fraction(0.25);
+  const std::string limited = said_of({.tiers = {tier::host}}, 100_MiB);
+  EXPECT_TRUE(says(limited, "help: use less memory: the host tier is full")) << limited;
+  allocator->set_memory_fraction(1);
   const std::string both = said_of({.tiers = {tier::device, tier::host}}, 100_MiB);
   EXPECT_TRUE(says(both, "help: set the pool's may_span")) << both;
 }
@@ -185,6 +206,18 @@ TEST_F(small_device, one_block_may_lie_in_both_tiers) {
   on->fill(at(live.back()), std::byte{7}, 100_MiB, nullptr);
   on->synchronize(native_stream{});
   EXPECT_EQ(static_cast<const std::byte*>(live.back())[100_MiB - 1], std::byte{7});
+}
+
+TEST_F(small_device, a_block_in_both_tiers_takes_what_the_fraction_leaves_it) {
+  make("per_process_memory_fraction:0.5");
+  const pool_id pool =
+      allocator->create_pool({.tiers = {tier::device, tier::host}, .may_span = true});
+  allocator->begin_allocate_to_pool(pool);
+  live.push_back(allocator->allocate(90_MiB));  // more than either tier may give
+  allocator->end_allocate_to_pool(pool);
+  EXPECT_EQ(allocator->report().reserved_bytes, 32_MiB);
+  EXPECT_EQ(allocator->report().host_tier_bytes, 58_MiB);
+  EXPECT_EQ(allocator->statistics().num_ooms, 0);
 }
 
 TEST_F(small_device, a_block_lies_in_one_tier_unless_it_may_span) {
@@ -264,6 +297,22 @@ TEST(allocator_settings, take_no_memory_each_time_they_change) {
   const std::size_t before = ::mallinfo2().uordblks;
   for (int i = 0; i < 1000; ++i) change();
   EXPECT_LT(::mallinfo2().uordblks, before + 64_KiB);
+}
+
+TEST(allocator_pools, leave_no_records_of_blocks) {
+  const auto on = host_driver::make({.devices = 1, .device_bytes = 64_MiB});
+  caching_allocator allocator(on, device_id{0});
+  const auto make_and_release = [&] {
+    const pool_id pool = allocator.create_pool();
+    allocator.begin_allocate_to_pool(pool);
+    for (const std::size_t bytes : {4096u, 3u << 20}) allocator.free(allocator.allocate(bytes));
+    allocator.end_allocate_to_pool(pool);
+    allocator.release_pool(pool);
+  };
+  for (int i = 0; i < 50; ++i) make_and_release();
+  const auto before = ::mallinfo2().uordblks;
+  for (int i = 0; i < 100; ++i) make_and_release();
+  EXPECT_LE(::mallinfo2().uordblks, before + 100 * 14_KiB) << "two arenas and their account";
 }
 
 TEST(allocator_moves, leave_alone_what_functions_write_meanwhile) {
@@ -405,13 +454,14 @@ TEST(allocator_processes, a_forked_child_is_refused) {
 TEST(allocator_processes, a_child_forked_while_a_thread_is_at_work_waits_for_nobody) {
   const auto on = host_driver::make({.devices = 1});
   caching_allocator allocator(on, device_id{0});
+  void* const block = allocator.allocate(4096);
   std::promise<void> inside, forked;
   const auto subscription = allocator.on_trace([&](const trace_entry& entry) {
     if (entry.action != trace_action::segment_map) return;
     inside.set_value();  // under the allocator's locks, which the child has as they are
     forked.get_future().wait();
   });
-  std::thread at_work([&] { allocator.free(allocator.allocate(1_MiB)); });
+  std::thread at_work([&] { allocator.free(allocator.allocate(2_MiB)); });
   inside.get_future().wait();
   in_child({}, [&] {
     ::alarm(20);
@@ -432,9 +482,11 @@ TEST(allocator_processes, a_child_forked_while_a_thread_is_at_work_waits_for_nob
       EXPECT_TRUE(says(refusal(call), "before a fork")) << name << ": " << refusal(call);
     }
     EXPECT_FALSE(allocator.owns(&allocator));
+    EXPECT_NO_THROW(allocator.free(block)) << "it is the parent's";
   });
   forked.set_value();
   at_work.join();
+  allocator.free(block);
 }
 
 }  // namespace

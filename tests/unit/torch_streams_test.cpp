@@ -117,6 +117,31 @@ TEST_F(torch_streams, a_capture_allocates_from_its_pool) {
   EXPECT_STREQ(evmm_torch_last_error(), "");
 }
 
+TEST_F(torch_streams, tiers_begun_in_a_capture_leave_it_the_pool_of_its_graph) {
+  const evmm_torch_pool pool{.first = 5, .second = 0};
+  std::function<bool(native_stream)> filter = [](native_stream) { return true; };
+  evmm_torch_begin_allocate_to_pool(0, pool, &filter);
+  {
+    scoped_capture capture(*on_, first_);
+    EXPECT_EQ(evmm_torch_begin_tiers(0, EVMM_TORCH_HOST_ONLY), EVMM_TORCH_OK);
+    void* const inside = allocate(first_);
+    on_->fill(reinterpret_cast<address>(inside), std::byte{5}, 3 << 20, first_);
+    free(inside);
+    capture.end();
+    evmm_torch_end_allocate_to_pool(0, pool);
+    void* const eager = allocate(first_);
+    EXPECT_EQ(evmm_torch_end_tiers(0, EVMM_TORCH_HOST_ONLY), EVMM_TORCH_OK);
+    EXPECT_NE(eager, inside) << "the graph writes there whenever it replays";
+    on_->fill(reinterpret_cast<address>(eager), std::byte{1}, 3 << 20, first_);
+    capture.launch(first_);
+    on_->synchronize(first_);
+    EXPECT_EQ(*static_cast<std::byte*>(eager), std::byte{1});
+    free(eager);
+  }
+  evmm_torch_release_pool(0, pool);
+  EXPECT_STREQ(evmm_torch_last_error(), "");
+}
+
 TEST_F(torch_streams, a_stream_recorded_in_a_capture_delays_reuse_to_its_end) {
   const evmm_torch_pool pool{.first = 4, .second = 0};
   std::function<bool(native_stream)> filter = [](native_stream) { return true; };

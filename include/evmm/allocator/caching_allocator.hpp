@@ -132,11 +132,12 @@ class pool_checkpoint;
 ///   that stream must exist until the free. allocate() and free() do not synchronise, unless memory
 ///   has run out. A stream with cached memory is asked later whether it is idle, and waited for:
 ///   before it is destroyed, free what was allocated on it and call empty_cache(), or keep it until
-///   the allocator goes.
+///   the allocator goes. CUDA's per-thread default stream, one name for many streams, is
+///   unsupported.
 /// Errors: out_of_memory says what was asked, what is held, why it does not serve, and which option
 ///   helps; the allocator stays usable. free() of an unknown pointer is an invalid_argument. A
-///   forked child may destroy its copy, which leaves everything to the parent; other calls are an
-///   invalid_argument there, and free() must not be called.
+///   forked child may destroy its copy and free, which leaves everything to the parent; other calls
+///   are an invalid_argument there.
 class caching_allocator {
  public:
   caching_allocator(std::shared_ptr<driver> on, device_id device,
@@ -203,7 +204,9 @@ class caching_allocator {
   void retain_pool(pool_id pool);
   /// When the last user is gone and nothing lives in the pool, all of it is given back at once,
   /// waiting for its streams. Otherwise what is free in it, then or later, comes back at the next
-  /// empty_cache(), retry or collection, or when a request needs it elsewhere.
+  /// empty_cache(), retry or collection, or when a request needs it elsewhere. Graphs that
+  /// allocated from it must not be launched any more; the last user's release waits for those that
+  /// run on streams with memory of this allocator.
   void release_pool(pool_id pool);
   int pool_use_count(pool_id pool) const;
   /// From now on allocations for which `filter` is true go to the pool. The last begun is asked

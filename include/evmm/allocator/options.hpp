@@ -34,7 +34,8 @@ enum class cross_stream_reuse : std::uint8_t {
   by_wait,   ///< at once: the stream that owns the block waits for those streams
 };
 
-/// An amount of addresses: bytes, or a fraction of the device's memory.
+/// An amount of addresses: bytes, or a fraction of the device's memory. After 32 expandable
+/// segments the next reserve half of it, then a quarter, down to 1/64, or what the request needs.
 struct reservation {
   std::size_t bytes = 0;    ///< used when not 0
   double fraction = 1.125;  ///< of the device's total memory; addresses are not memory
