@@ -193,13 +193,14 @@ std::optional<std::size_t> symmetric_heap::state::grow_spanning(
 
 std::size_t symmetric_heap::state::find_place(std::size_t bytes, const symmetric_request& request) {
   const auto order = order_of(request.tiers);
+  const bool may_span = request.may_span && order.size() == 2;
   const pool_id pool = request.pool;
   const auto free_block = [&](tier kind) {
     return blocks.find(pool, kind, bytes, request.alignment);
   };
   if (const auto at = free_block(order[0])) return *at;
   // What may span begins at least in the tier that it prefers, as long as there is more to be had.
-  if (request.may_span) {
+  if (may_span) {
     if (const auto at = blocks.find_spanning(pool, bytes, request.alignment, order[0])) return *at;
   }
 
@@ -217,12 +218,11 @@ std::size_t symmetric_heap::state::find_place(std::size_t bytes, const symmetric
   };
   if (const auto at = more(order[0])) return *at;
   if (order.size() == 2) {
-    if (request.may_span) {
+    if (may_span) {
       if (const auto at = blocks.find_spanning(pool, bytes, request.alignment)) return *at;
     }
     if (const auto at = free_block(order[1])) return *at;
-    if (const auto at =
-            request.may_span ? grow_spanning(bytes, request, ranks_now) : more(order[1]))
+    if (const auto at = may_span ? grow_spanning(bytes, request, ranks_now) : more(order[1]))
       return *at;
   }
   if (pool == pool_id{}) {

@@ -137,6 +137,24 @@ void what_spans_may_end_in_the_tier_it_prefers(const rank_context& at) {
   heap.close();
 }
 
+void what_may_lie_in_one_tier_alone_spans_none(const rank_context& at) {
+  const std::size_t g = at.granule();
+  for (const auto& [tiers, kind] : {std::pair{tier_policy::device_only, tier::device},
+                                    std::pair{tier_policy::host_only, tier::host}}) {
+    symmetric_heap heap(at.make(), {.growth_step = g, .device_limit = g, .host_limit = g});
+    heap.grow(kind, g);
+    heap.grow(kind == tier::device ? tier::host : tier::device, g);
+    const symmetric_request request{.tiers = tiers, .may_span = true};
+    EXPECT_THAT(thrown_by_all(*at.ranks, [&] { (void)heap.allocate(2 * g, nullptr, request); }),
+                HasSubstr("out_of_memory"));
+    const std::size_t fits = heap.allocate(g, nullptr, request);
+    EXPECT_EQ(tier_at(heap, fits), kind);
+    EXPECT_EQ(tier_at(heap, fits + g - 1), kind);
+    heap.check_invariants();
+    heap.close();
+  }
+}
+
 void pools_have_segments_of_their_own(const rank_context& at) {
   const std::size_t g = at.granule();
   symmetric_heap heap(at.make(), {.growth_step = g, .device_limit = 4 * g, .host_limit = 2 * g});
@@ -385,6 +403,7 @@ const std::vector<symmetric_case>& heap_cases() {
       EVMM_CASE(policies_choose_the_tier),
       EVMM_CASE(the_largest_buffer_spans_both_tiers),
       EVMM_CASE(what_spans_may_end_in_the_tier_it_prefers),
+      EVMM_CASE(what_may_lie_in_one_tier_alone_spans_none),
       EVMM_CASE(pools_have_segments_of_their_own),
       EVMM_CASE(wrong_calls_name_what_is_wrong),
       EVMM_CASE(another_stream_waits_for_what_used_the_block_before),

@@ -22,8 +22,9 @@ const char* to_string(tier_policy policy) noexcept;
 /// What an allocation wants beside its size; equal on all ranks.
 struct symmetric_request {
   tier_policy tiers = tier_policy::device_first;
-  /// Whether it may lie partly in each tier. Kernels do not notice; one cudaMemcpyAsync over both
-  /// crashes in libcuda 580, so copy such a buffer with driver::copy, which cuts there.
+  /// Whether it may lie partly in each tier, where `tiers` names both. Kernels do not notice; one
+  /// cudaMemcpyAsync over both crashes in libcuda 580, so copy such a buffer with driver::copy,
+  /// which cuts there.
   bool may_span = false;
   /// Of the offset, in bytes: a power of two up to the region's granularity.
   std::size_t alignment = 512;
