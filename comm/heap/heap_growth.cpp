@@ -92,7 +92,7 @@ std::vector<heap_status> symmetric_heap::state::meet() {
   std::size_t device_free = static_cast<std::size_t>(-1);
   log_failure("asking for the device's free memory", [&] {
     device_free = region.on().usage(memory_location::on(region.device())).free_bytes +
-                  region.statistics().cached_bytes;
+                  region.statistics().cached_device_bytes;
   });
   const heap_status mine{
       .calls = calls.state(),
