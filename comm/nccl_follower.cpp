@@ -53,6 +53,7 @@ nccl_follower::nccl_follower(std::shared_ptr<nccl_communicator::state> on, symme
   range_.streams = {};
   register_all({region.local(), region.segments(region.rank())});
   subscription_ = region.follow({
+      .concerns = [this](const region_change& change) { return takes_down(change); },
       .before_change = [this](const region_change& change) { before_change(change); },
       .take_down = [this](const region_change& change) { take_down(change); },
       .bring_up = [this](const region_change& change,

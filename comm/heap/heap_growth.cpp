@@ -122,7 +122,8 @@ void symmetric_heap::state::require_room(tier kind, std::size_t bytes,
 // --- growing ---------------------------------------------------------------------------------
 
 grown symmetric_heap::state::grow(tier kind, std::size_t bytes, pool_id pool) {
-  const grown added = region.grow(kind, bytes);
+  const region_change next{.kind = change_kind::grow, .offset = region.size(), .bytes = bytes};
+  const grown added = region.grow(kind, bytes, uses_of(next, {}).all());
   adopt_segments(pool);
   note(trace_action::segment_map, added.offset, added.bytes, nullptr, pool);
   return added;
@@ -320,7 +321,9 @@ std::size_t symmetric_heap::state::migrate(std::size_t from, std::size_t to, tie
   std::size_t moved = 0;
   for (std::size_t i = first; i <= last; ++i) {
     const heap_segment segment = blocks.segments()[i];
-    region.migrate(i, kind, uses_of(segment.offset, segment.end(), in_use).all());
+    const region_change move{
+        .kind = change_kind::migrate, .offset = segment.offset, .bytes = segment.bytes};
+    region.migrate(i, kind, uses_of(move, in_use).all());
     if (segment.kind == kind) continue;
     auto segments = blocks.segments();
     segments[i].kind = kind;
@@ -335,8 +338,9 @@ std::size_t symmetric_heap::state::compact(const uses& in_use) {
     if (count < 2) return;
     const std::size_t from = blocks.segments()[first].offset;
     const std::size_t to = blocks.segments()[first + count - 1].end();
+    const region_change merged{.kind = change_kind::compact, .offset = from, .bytes = to - from};
     try {
-      region.compact(uses_of(from, to, in_use).all(), first, count);
+      region.compact(uses_of(merged, in_use).all(), first, count);
       adopt_segments(pool_id{});
     } catch (const out_of_memory&) {
       if (count == 2) return;

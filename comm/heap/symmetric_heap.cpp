@@ -229,6 +229,12 @@ void symmetric_heap::state::record_stream(std::size_t offset, native_stream stre
   finish(0);
 }
 
+symmetric_heap::state::gathered_uses symmetric_heap::state::uses_of(const region_change& change,
+                                                                    const uses& in_use) const {
+  if (region.takes_down(change)) return uses_of(0, blocks.size(), in_use);
+  return uses_of(change.offset, change.offset + change.bytes, in_use);
+}
+
 symmetric_heap::state::gathered_uses symmetric_heap::state::uses_of(std::size_t from,
                                                                     std::size_t to,
                                                                     const uses& in_use) const {

@@ -75,13 +75,14 @@ struct symmetric_heap::state {
   void settle_captured();
   /// Ends a call: what it gave, and the comparison after every call when that is asked for.
   void finish(std::uint64_t result);
-  /// All that must be over before the memory of [from, to) is taken away: `uses` on the heap's own
-  /// account and the caller's.
+  /// All that must be over before a change: what uses the bytes that it takes away, and all of the
+  /// heap's where it takes down a window; on the heap's own account and the caller's.
   struct gathered_uses {
     std::vector<native_stream> streams;
     std::vector<native_event> events;
     uses all() const { return {streams, events}; }
   };
+  gathered_uses uses_of(const region_change& change, const uses& in_use) const;
   gathered_uses uses_of(std::size_t from, std::size_t to, const uses& in_use) const;
   /// Reads the region's segments into `blocks`, which keep their pools; new ones are `pool`'s.
   /// Tiers of other ranks are as this rank's, since the heap changes them alike.
