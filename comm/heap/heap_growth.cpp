@@ -172,9 +172,7 @@ std::optional<std::size_t> symmetric_heap::state::grow_spanning(
   const auto give_back = [&] {
     if (region.size() == before) return;
     log_failure("giving back a growth that was not enough", [&] {
-      const std::size_t more = region.size() - before;
-      note(trace_action::segment_unmap, before, more, nullptr, request.pool);
-      region.shrink(more);
+      drop(before, request.pool, {});
       adopt_segments(request.pool);
     });
   };
@@ -281,6 +279,18 @@ void symmetric_heap::state::fail(std::size_t bytes, const symmetric_request& req
 
 // --- moving and giving back --------------------------------------------------------------------
 
+void symmetric_heap::state::drop(std::size_t after, pool_id pool, const uses& in_use) {
+  const region_change leaving{
+      .kind = change_kind::shrink, .offset = after, .bytes = region.size() - after};
+  note(trace_action::segment_unmap, after, leaving.bytes, nullptr, pool);
+  try {
+    region.shrink(leaving.bytes, uses_of(leaving, in_use).all());
+  } catch (...) {
+    note(trace_action::segment_map, after, leaving.bytes, nullptr, pool);
+    throw;
+  }
+}
+
 std::size_t symmetric_heap::state::trim(std::size_t keep_free, const uses& in_use) {
   auto segments = blocks.segments();
   const std::size_t before = blocks.size();
@@ -292,8 +302,7 @@ std::size_t symmetric_heap::state::trim(std::size_t keep_free, const uses& in_us
   }
   const std::size_t after = segments.empty() ? 0 : segments.back().end();
   if (after < before) {
-    note(trace_action::segment_unmap, after, before - after, nullptr, pool_id{});
-    region.shrink(before - after, uses_of(after, before, in_use).all());
+    drop(after, pool_id{}, in_use);
     used.forget(after, before - after);
     set_segments(std::move(segments));
   }

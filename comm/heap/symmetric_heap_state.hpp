@@ -116,6 +116,8 @@ struct symmetric_heap::state {
   bool closed = false;
 
  private:
+  /// Takes the segments from `after` on off the region, and tells the history.
+  void drop(std::size_t after, pool_id pool, const uses& in_use);
   /// Appends memory of one tier for `pool` if there is room: at least `least` bytes, at best
   /// `best`.
   bool try_grow(tier kind, std::size_t least, std::size_t best, pool_id pool,

@@ -355,6 +355,26 @@ void a_growth_that_is_given_back_leaves_the_history_even(const rank_context& at)
   heap.close();
 }
 
+void a_trim_that_is_refused_leaves_the_history_even(const rank_context& at) {
+  const std::size_t g = at.granule();
+  symmetric_heap heap(at.make(), {.growth_step = g});
+  heap.free(heap.allocate(g));
+  std::size_t mapped = heap.region().size();
+  const auto listening = heap.on_trace([&](const trace_entry& entry) {
+    if (entry.action == trace_action::segment_map) mapped += entry.bytes;
+    if (entry.action == trace_action::segment_unmap) mapped -= entry.bytes;
+  });
+  {
+    const auto refusing = heap.region().observe(
+        {.before_change = [](const region_change&) { throw invalid_argument("not now"); }});
+    EXPECT_THAT(thrown_by_all(*at.ranks, [&] { heap.trim(); }), HasSubstr("not now"));
+  }
+  EXPECT_EQ(mapped, g);
+  EXPECT_EQ(heap.trim(), g);
+  EXPECT_EQ(mapped, 0u);
+  heap.close();
+}
+
 void discarded_segments_are_not_handed_out(const rank_context& at) {
   symmetric_region region = at.make();
   region.grow(tier::device, at.granule());
@@ -411,6 +431,7 @@ const std::vector<symmetric_case>& heap_cases() {
       EVMM_CASE(reports_and_snapshots_tell_what_is_there),
       EVMM_CASE(snapshots_tell_where_blocks_were_allocated),
       EVMM_CASE(a_growth_that_is_given_back_leaves_the_history_even),
+      EVMM_CASE(a_trim_that_is_refused_leaves_the_history_even),
       EVMM_CASE(discarded_segments_are_not_handed_out),
       EVMM_CASE(buffers_are_typed_and_free_themselves),
       EVMM_CASE(random_calls_place_alike),
