@@ -112,23 +112,21 @@ void symmetric_region::state::reserve_addresses(bool same_wanted) {
 }
 
 symmetric_region::state::~state() {
-  followers.gone();
+  if (!closed) followers.gone();
 }
 
 void symmetric_region::state::close(const uses& in_use) {
   if (closed) return;
-  const auto let_go = [&] {
-    wait_for(*on, device, in_use);
-    followers.gone();
-  };
+  const auto wait = [&] { wait_for(*on, device, in_use); };
   try {
-    agree_on(*ranks, "close", let_go);
+    agree_on(*ranks, "close", wait);
   } catch (const error& gone) {
     if (!ranks->broken()) throw;
     // Whoever is left wants its memory back; its own streams are what counts for that.
     log().warn("closing a symmetric region without its peers: {}", gone.what());
-    let_go();
+    wait();
   }
+  followers.gone();
   closed = true;
   parts.clear();
   exchange.reset();
