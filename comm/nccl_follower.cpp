@@ -139,11 +139,7 @@ void nccl_follower::register_all(const region_part& part) {
     agree_on(*on_->ranks, name() + ": register", [&] { register_missing(planned, part); });
   } catch (const std::exception& failure) {
     // A call that failed on one rank leaves NCCL out of step on all.
-    if (on_->ranks->broken()) {
-      on_->break_off(failure.what());
-    } else {
-      on_->share_breakage(failure.what());
-    }
+    on_->share_breakage(failure.what());
     retire_all();
     throw;
   }
