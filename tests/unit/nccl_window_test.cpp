@@ -321,6 +321,34 @@ TEST(nccl_window, ranks_with_other_windows_cannot_change_the_region) {
   });
 }
 
+TEST(nccl_window, ranks_with_other_ranges_are_told_before_nccl_is) {
+  const nccl_fixture fake({.version = 23007});
+  run_nccl_ranks(
+      2,
+      [](const rank_context& at) {
+        two_device_segments made(at);
+        const bool odd = at.ranks->rank() == rank_id{1};
+        using offsets = nccl_window::offsets;
+        const auto refusal = [&](const nccl_range& mine, offsets used) {
+          return thrown_by_all(*at.ranks, [&] { nccl_window(made.on, made.region, mine, used); });
+        };
+        const std::string says =
+            "invalid_argument: the range of an nccl_window differs between "
+            "ranks: rank 0 gave ";
+        EXPECT_THAT(refusal({.bytes = odd ? 4_MiB : 2_MiB}, offsets::any),
+                    StartsWith(says + "2097152 bytes at 0; rank 1 gave 4194304 bytes at 0"));
+        EXPECT_THAT(refusal({.device_only = odd}, offsets::any),
+                    StartsWith(says + "0 bytes at 0; rank 1 gave 0 bytes at 0, device_only"));
+        EXPECT_THAT(
+            refusal({}, odd ? offsets::symmetric : offsets::any),
+            StartsWith(says + "0 bytes at 0; rank 1 gave 0 bytes at 0, offsets::symmetric"));
+        EXPECT_NE(made.on.get(), nullptr);
+        const nccl_window window(made.on, made.region);
+        expect_peers_seen(made.on, made.region, window, 1);
+      },
+      std::chrono::milliseconds(1500));
+}
+
 TEST(nccl_window, a_heap_that_grows_waits_for_who_uses_its_windows) {
   const nccl_fixture fake({.version = 23007});
   run_nccl_ranks(2, [](const rank_context& at) {
