@@ -49,7 +49,7 @@ std::string to_string(const call_record& of) {
     case heap_call::grow:
       return fmt::format("grow pool {} by {} bytes of {}", of.pool, of.first, tier_name(of.tiers));
     case heap_call::trim:
-      return fmt::format("trim, {} bytes kept", of.first);
+      return fmt::format("trim of {} bytes, {} kept", of.second, of.first);
     case heap_call::migrate:
       return fmt::format("migrate {} bytes at offset {} to {}", of.second, of.first,
                          tier_name(of.tiers));

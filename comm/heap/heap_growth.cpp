@@ -291,19 +291,26 @@ void symmetric_heap::state::drop(std::size_t after, pool_id pool, const uses& in
   }
 }
 
-std::size_t symmetric_heap::state::trim(std::size_t keep_free, const uses& in_use) {
-  auto segments = blocks.segments();
-  const std::size_t before = blocks.size();
+std::size_t symmetric_heap::state::size_after_trim(std::size_t keep_free) const {
+  const auto& segments = blocks.segments();
   std::size_t left = blocks.free_bytes();
-  while (!segments.empty() && left - std::min(left, segments.back().bytes) >= keep_free &&
-         !blocks.any_live(segments.back().offset, segments.back().end())) {
-    left -= segments.back().bytes;
-    segments.pop_back();
+  std::size_t count = segments.size();
+  for (; count > 0; --count) {
+    const heap_segment& last = segments[count - 1];
+    const bool is_free = !blocks.any_live(last.offset, last.end());
+    if (left - std::min(left, last.bytes) < keep_free || !is_free) break;
+    left -= last.bytes;
   }
-  const std::size_t after = segments.empty() ? 0 : segments.back().end();
+  return count == 0 ? 0 : segments[count - 1].end();
+}
+
+std::size_t symmetric_heap::state::trim(std::size_t after, const uses& in_use) {
+  const std::size_t before = blocks.size();
   if (after < before) {
     drop(after, pool_id{}, in_use);
     used.forget(after, before - after);
+    auto segments = blocks.segments();
+    std::erase_if(segments, [&](const heap_segment& each) { return each.offset >= after; });
     set_segments(std::move(segments));
   }
   region.trim_cache();

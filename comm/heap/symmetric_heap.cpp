@@ -353,9 +353,10 @@ std::size_t symmetric_heap::trim(std::size_t keep_free, const uses& in_use) {
   state& s = *state_;
   const auto here = s.enter();
   s.settle_captured();
-  s.calls.begin({.call = heap_call::trim, .first = keep_free});
+  const std::size_t after = s.size_after_trim(keep_free);
+  s.calls.begin({.call = heap_call::trim, .first = keep_free, .second = s.blocks.size() - after});
   s.meet();
-  const std::size_t bytes = s.trim(keep_free, in_use);
+  const std::size_t bytes = s.trim(after, in_use);
   s.finish(bytes);
   return bytes;
 }

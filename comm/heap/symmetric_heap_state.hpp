@@ -49,7 +49,8 @@ struct symmetric_heap::state {
   /// free block of the first tier serves. Throws out_of_memory, the same on every rank.
   std::size_t find_place(std::size_t bytes, const symmetric_request& request);
   grown grow(tier kind, std::size_t bytes, pool_id pool);
-  std::size_t trim(std::size_t keep_free, const uses& in_use);
+  std::size_t size_after_trim(std::size_t keep_free) const;
+  std::size_t trim(std::size_t after, const uses& in_use);
   std::size_t migrate(std::size_t from, std::size_t to, tier kind, const uses& in_use);
   std::size_t compact(const uses& in_use);
 

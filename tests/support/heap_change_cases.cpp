@@ -241,6 +241,28 @@ void the_first_call_that_gave_something_else_is_named(const rank_context& at) {
   at.on->destroy_stream(stream);
 }
 
+/// What was freed under a capture is in use on the rank that captures.
+void a_trim_that_would_differ_is_told_to_all(const rank_context& at) {
+  if (at.ranks->size() == 1) return;
+  const std::size_t g = at.granule();
+  const rank_id odd{at.ranks->size() - 1};
+  symmetric_heap heap(at.make(), {.growth_step = g});
+  const native_stream stream = at.on->create_stream(at.device);
+  (void)heap.allocate(g);
+  const std::size_t last = heap.allocate(g, stream);
+  std::optional<scoped_capture> capture;
+  if (at.ranks->rank() == odd) capture.emplace(*at.on, stream);
+  heap.free(last);
+  EXPECT_THAT(
+      thrown_by_all(*at.ranks, [&] { heap.trim(); }),
+      HasSubstr("differ from call 4: rank 0: trim of " + std::to_string(g) +
+                " bytes, 0 kept; rank " + std::to_string(odd.value) + ": trim of 0 bytes, 0 kept"));
+  EXPECT_EQ(heap.region().size(), 2 * g);
+  capture.reset();
+  heap.close();
+  at.on->destroy_stream(stream);
+}
+
 /// One rank finds the heap full, where the others do not: they meet it in calls of other kinds.
 void ranks_that_meet_in_different_calls_learn_where_they_parted(const rank_context& at) {
   if (at.ranks->size() == 1) return;
@@ -306,6 +328,7 @@ const std::vector<symmetric_case>& heap_change_cases() {
       EVMM_CASE(a_region_that_is_backed_already_is_used),
       EVMM_CASE(the_first_call_that_differs_is_named),
       EVMM_CASE(the_first_call_that_gave_something_else_is_named),
+      EVMM_CASE(a_trim_that_would_differ_is_told_to_all),
       EVMM_CASE(ranks_that_meet_in_different_calls_learn_where_they_parted),
       EVMM_CASE(every_call_is_compared_when_asked_for),
       EVMM_CASE(options_that_differ_are_refused),
