@@ -82,6 +82,7 @@ struct symmetric_channel::state {
   bootstrap& ranks;
   bool check_counts = false;
   std::shared_ptr<node_link> link;
+  std::optional<link_hold> holds;
   std::unique_ptr<node_exchange> far;  ///< null where messages carry the far part of all_to_all_v
   std::shared_ptr<large_transfers> transfers;  ///< null where messages carry large puts and gets
   std::optional<symmetric_region> control;

@@ -3,6 +3,7 @@
 
 #include "lib/support/log.hpp"
 
+#include <algorithm>
 #include <utility>
 
 namespace evmm {
@@ -28,6 +29,13 @@ std::uint64_t collective_observer_list::signature() {
     if (!each.observer.expired()) hash = (hash ^ each.number) * 0x100000001b3;
   }
   return hash;
+}
+
+bool collective_observer_list::concerned(const region_change& change) {
+  const auto all = current();
+  return std::any_of(all.begin(), all.end(), [&](const auto& observer) {
+    return !observer->concerns || observer->concerns(change);
+  });
 }
 
 void collective_observer_list::gone() noexcept {

@@ -17,6 +17,8 @@ class collective_observer_list {
   std::vector<std::shared_ptr<collective_observer>> current();
   /// Which those are: equal on two ranks that have the same ones.
   std::uint64_t signature();
+  /// Whether one of them lets go of something in a change.
+  bool concerned(const region_change& change);
   /// Tells all that the region is no more, once. What they throw is logged.
   void gone() noexcept;
 

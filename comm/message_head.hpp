@@ -36,7 +36,8 @@ struct message_head {
     request_to_send,  ///< a large put: the receiver is to receive it when it can
     clear_to_send,    ///< the receiver began to receive some of it, or of a large get
     received,         ///< all of a large put is there
-    in_line,          ///< large puts of the receiver wait for their turn, which comes nearer
+    in_line,          ///< what the receiver puts, or is to be sent, waits for its turn, which
+                      ///< comes nearer
   };
   enum signal_place : std::uint64_t { none, data, control };
 

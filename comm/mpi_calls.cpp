@@ -92,6 +92,40 @@ MPI_Comm duplicate(MPI_Comm of, std::chrono::milliseconds timeout) {
   return *made;
 }
 
+namespace {
+
+struct gate {
+  std::shared_mutex mutex;
+  bool shut = false;
+};
+/// Never destroyed: threads may still come.
+gate& finalize_gate() {
+  static auto* const made = new gate;
+  return *made;
+}
+
+int shut_gate(MPI_Comm, int, void*, void*) {
+  const std::lock_guard lock(finalize_gate().mutex);
+  finalize_gate().shut = true;
+  return MPI_SUCCESS;
+}
+
+}  // namespace
+
+thread_call::thread_call() : held_(finalize_gate().mutex), there_(!finalize_gate().shut) {}
+
+void watch_finalize() {
+  // What MPI_COMM_SELF has goes before anything else of MPI does.
+  static const int watching = [] {
+    int key = MPI_KEYVAL_INVALID;
+    check(MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, shut_gate, &key, nullptr),
+          "MPI_Comm_create_keyval");
+    check(MPI_Comm_set_attr(MPI_COMM_SELF, key, nullptr), "MPI_Comm_set_attr");
+    return key;
+  }();
+  static_cast<void>(watching);
+}
+
 int rank_in(MPI_Comm communicator) {
   int rank = 0;
   check(MPI_Comm_rank(communicator, &rank), "MPI_Comm_rank");

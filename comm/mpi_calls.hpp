@@ -4,6 +4,8 @@
 #include <mpi.h>
 
 #include <chrono>
+#include <mutex>
+#include <shared_mutex>
 
 namespace evmm::mpi {
 
@@ -20,5 +22,20 @@ int size_of(MPI_Comm communicator);
 bool usable() noexcept;
 /// A message was lost: MPI_Finalize might then wait for a dead rank without end, and is left out.
 void mark_lost() noexcept;
+
+/// For calls of MPI by a thread of this library's own: MPI_Finalize, whoever calls it and when,
+/// waits for them, and none comes after it.
+class thread_call {
+ public:
+  thread_call();
+  /// Whether MPI is still there.
+  explicit operator bool() const noexcept { return there_; }
+
+ private:
+  std::shared_lock<std::shared_mutex> held_;
+  bool there_;
+};
+/// Makes MPI_Finalize do so.
+void watch_finalize();
 
 }  // namespace evmm::mpi

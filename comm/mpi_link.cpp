@@ -61,6 +61,7 @@ class mpi_link final : public node_link {
 
   transfer send(rank_id to, std::span<const std::byte> message) override {
     if (message.size() > INT_MAX) throw invalid_argument("MPI takes at most 2 GiB a message");
+    const auto held = call();
     const auto made = next();
     mpi::check(MPI_Isend(message.data(), static_cast<int>(message.size()), MPI_BYTE, to.value,
                          k_tag, communicator_, &requests_[made]),
@@ -69,6 +70,8 @@ class mpi_link final : public node_link {
   }
 
   std::optional<arrival> probe() override {
+    const mpi::thread_call held;
+    if (!held) return std::nullopt;
     int found = 0;
     int bytes = 0;
     MPI_Status status;
@@ -80,6 +83,7 @@ class mpi_link final : public node_link {
   }
 
   transfer receive(std::span<std::byte> into) override {
+    const auto held = call();
     const auto made = next();
     mpi::check(MPI_Imrecv(into.data(), static_cast<int>(into.size()), MPI_BYTE, &probed_,
                           &requests_[made]),
@@ -88,6 +92,7 @@ class mpi_link final : public node_link {
   }
 
   bool done(transfer which) override {
+    const auto held = call();
     const auto found = requests_.find(which);
     int over = 0;
     mpi::check(MPI_Test(&found->second, &over, MPI_STATUS_IGNORE), "MPI_Test");
@@ -96,6 +101,11 @@ class mpi_link final : public node_link {
   }
 
  private:
+  static mpi::thread_call call() {
+    mpi::thread_call held;
+    if (held) return held;
+    throw invalid_argument("MPI is finalised already", "close channels before MPI_Finalize");
+  }
   transfer next() {
     const auto made = static_cast<transfer>(next_++);
     requests_.emplace(made, MPI_REQUEST_NULL);
@@ -113,8 +123,10 @@ class mpi_link final : public node_link {
 std::shared_ptr<node_link> make_mpi_link(bootstrap& ranks, MPI_Comm communicator) {
   agree_on(ranks, "make_link: threads of MPI", check_threads);
   std::shared_ptr<node_link> made;
-  agree_on(ranks, "make_link: communicator",
-           [&] { made = std::make_shared<mpi_link>(communicator, ranks.timeout() / 2); });
+  agree_on(ranks, "make_link: communicator", [&] {
+    mpi::watch_finalize();
+    made = std::make_shared<mpi_link>(communicator, ranks.timeout() / 2);
+  });
   return made;
 }
 

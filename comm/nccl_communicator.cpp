@@ -257,12 +257,16 @@ void nccl_communicator::state::close() {
     check_bare();
     if (ours) check_usable();
   });
-  agree_on(*ranks, "nccl_communicator: close", [&] {
-    if (!ours) return;
-    collective_call("ncclCommFinalize", [&] { return api.comm_finalize(comm); });
-    call("ncclCommDestroy", api.comm_destroy(comm));
-    comm = nullptr;
-  });
+  try {
+    agree_on(*ranks, "nccl_communicator: close", [&] {
+      if (!ours) return;
+      collective_call("ncclCommFinalize", [&] { return api.comm_finalize(comm); });
+      call("ncclCommDestroy", api.comm_destroy(std::exchange(comm, nullptr)));
+    });
+  } catch (const std::exception& failure) {
+    share_breakage(failure.what());  // where it went well it is gone
+    throw;
+  }
   closed = true;
 }
 

@@ -51,8 +51,10 @@ nccl_follower::nccl_follower(std::shared_ptr<nccl_communicator::state> on, symme
     check_no_capture(range.streams);
   });
   range_.streams = {};
+  compare_ranges();
   register_all({region.local(), region.segments(region.rank())});
   subscription_ = region.follow({
+      .concerns = [this](const region_change& change) { return takes_down(change); },
       .before_change = [this](const region_change& change) { before_change(change); },
       .take_down = [this](const region_change& change) { take_down(change); },
       .bring_up = [this](const region_change& change,
@@ -72,6 +74,28 @@ nccl_follower::~nccl_follower() {
 
 std::string nccl_follower::name() const {
   return kind_ == nccl_kind::user_buffer ? "nccl_user_buffer" : "nccl_window";
+}
+
+void nccl_follower::compare_ranges() const {
+  struct given {
+    std::size_t offset, bytes;
+    bool device_only;
+    nccl_kind kind;
+    bool operator==(const given&) const = default;
+    std::string text() const {
+      return fmt::format("{} bytes at {}{}{}", bytes, offset, device_only ? ", device_only" : "",
+                         kind == nccl_kind::symmetric_window ? ", offsets::symmetric" : "");
+    }
+  };
+  const auto all = on_->ranks->all_gather_value(
+      given{range_.offset, range_.bytes, range_.device_only, kind_}, name() + ": compare ranges");
+  for (std::size_t r = 1; r < all.size(); ++r) {
+    if (all[r] == all[0]) continue;
+    throw invalid_argument(fmt::format("the range of an {} differs between ranks: rank 0 gave {}; "
+                                       "rank {} gave {}",
+                                       name(), all[0].text(), r, all[r].text()),
+                           "give every rank the same");
+  }
 }
 
 // --- following ------------------------------------------------------------------------------
@@ -138,11 +162,7 @@ void nccl_follower::register_all(const region_part& part) {
     agree_on(*on_->ranks, name() + ": register", [&] { register_missing(planned, part); });
   } catch (const std::exception& failure) {
     // A call that failed on one rank leaves NCCL out of step on all.
-    if (on_->ranks->broken()) {
-      on_->break_off(failure.what());
-    } else {
-      on_->share_breakage(failure.what());
-    }
+    on_->share_breakage(failure.what());
     retire_all();
     throw;
   }

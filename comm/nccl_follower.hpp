@@ -40,6 +40,8 @@ class nccl_follower {
   nccl_pin pin() const;
 
  private:
+  /// Throws invalid_argument where ranks gave different ones. Collective.
+  void compare_ranges() const;
   void before_change(const region_change& change) const;
   void take_down(const region_change& change);
   void bring_up(const region_change& change, const region_part& part);

@@ -61,7 +61,10 @@ class nccl_link final : public node_link {
  public:
   nccl_link(std::shared_ptr<nccl_communicator::state> over, std::shared_ptr<node_link> messages,
             const nccl_link_options& options)
-      : over_(std::move(over)), messages_(std::move(messages)), options_(options) {}
+      : over_(std::move(over)),
+        messages_(std::move(messages)),
+        holds_(messages_),
+        options_(options) {}
 
   std::string name() const override { return "nccl and " + messages_->name(); }
   transfer send(rank_id to, std::span<const std::byte> message) override {
@@ -119,6 +122,7 @@ class nccl_link final : public node_link {
 
   std::shared_ptr<nccl_communicator::state> over_;
   std::shared_ptr<node_link> messages_;
+  link_hold holds_;
   nccl_link_options options_;
 };
 

@@ -75,6 +75,7 @@ bool nccl_communicator::state::can_deregister(const char* doing) const noexcept 
 }
 
 void nccl_communicator::state::share_breakage(const char* failure) {
+  if (ranks->broken()) return break_off(failure);
   log_failure("telling ranks of a broken communicator", [&] {
     const auto broken =
         ranks->all_gather_value(std::uint8_t{!broken_by.empty()}, "nccl_communicator: broken?");

@@ -66,7 +66,8 @@ struct nccl_communicator::state {
   /// From now on every use throws. One that is ours is aborted, with all that is registered.
   void break_off(const char* why);
   void abort() noexcept;
-  /// After all ranks threw `failure`: breaks it on all when it is broken on one. Collective.
+  /// After all ranks threw `failure`: breaks it on all when it is broken on one, or the ranks lost
+  /// each other. Collective.
   void share_breakage(const char* failure);
   /// The first collective, before which NCCL shall register nothing. Collective; later calls do
   /// nothing.

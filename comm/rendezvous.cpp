@@ -74,7 +74,7 @@ void rendezvous::on_clear_to_send(rank_id from, const message_head& head) {
     source = put.piece.from + head.offset;
   }
   sending_.push_back(
-      {from, head.bytes, by_->send(from, source, head.bytes, behind_earlier_puts()), now});
+      {from, head.bytes, by_->send(from, source, head.bytes, behind_earlier_puts()), now, now});
 }
 
 void rendezvous::on_received(rank_id from, const message_head& head) {
@@ -87,6 +87,7 @@ void rendezvous::on_in_line(rank_id from) {
   for (auto& [id, put] : asked_) {
     if (put.piece.to == from) put.since = now;
   }
+  if (receiving_ && receiving_->of.from == from) receiving_->since = now;
 }
 
 // --- what moves ---------------------------------------------------------------------------------
@@ -134,18 +135,36 @@ bool rendezvous::advance() {
     begin_receive();
     moved = true;
   }
-  const auto sent =
-      std::erase_if(sending_, [&](const departure& each) { return by_->done(each.transfer); });
-  return sent > 0 || moved;
+  bool sent = false;
+  for (auto each = sending_.begin(); each != sending_.end();) {
+    if (by_->done(each->transfer)) {
+      each = sending_.erase(each);
+      sent = true;
+      continue;
+    }
+    if (sent) {
+      each->since = clock::now();
+      each->nearer = true;
+    }
+    ++each;
+  }
+  return sent || moved;
 }
 
 void rendezvous::reassure(clock::time_point now, std::chrono::milliseconds patience) {
-  if (!moved_on_ || now - reassured_ < patience / 4) return;
-  moved_on_ = false;
-  reassured_ = now;
   std::set<rank_id> waiting;
-  for (const arrival& each : in_line_) {
-    if (each.get == nullptr) waiting.insert(each.from);
+  if (moved_on_ && now - reassured_ >= patience / 4) {
+    moved_on_ = false;
+    reassured_ = now;
+    for (const arrival& each : in_line_) {
+      if (each.get == nullptr) waiting.insert(each.from);
+    }
+  }
+  for (departure& each : sending_) {
+    if (!each.nearer || now - each.reassured < patience / 4) continue;
+    each.nearer = false;
+    each.reassured = now;
+    waiting.insert(each.to);
   }
   for (const rank_id rank : waiting) say_(rank, {.what = message_head::in_line});
 }

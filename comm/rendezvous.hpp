@@ -53,8 +53,9 @@ class rendezvous {
   bool idle() const {
     return asked_.empty() && in_line_.empty() && !receiving_ && sending_.empty();
   }
-  /// Tells ranks whose puts are in line that others' are what they wait for, four times within what
-  /// they bear without an answer: however many there are, they wait as long as the line moves.
+  /// Tells ranks whose puts are in line, or that wait for what is sent to others before, that it
+  /// comes nearer, four times within what they bear without an answer: however many there are, they
+  /// wait as long as the line moves.
   void reassure(clock::time_point now, std::chrono::milliseconds patience);
   /// Throws timed_out naming a rank whose turn it has been for so long.
   void check_deadlines(clock::time_point now, std::chrono::milliseconds patience) const;
@@ -87,6 +88,8 @@ class rendezvous {
     std::size_t bytes = 0;
     large_transfers::transfer transfer{};
     clock::time_point since;
+    clock::time_point reassured;  ///< its receiver was
+    bool nearer = false;          ///< since then one ahead of it is over
   };
 
   native_event behind_earlier_puts();

@@ -73,6 +73,7 @@ symmetric_channel::state::state(symmetric_region& over, const channel_options& o
       link(options.link) {
   agree_on(ranks, "symmetric_channel: options", [&] {
     check_options(options);
+    if (link != nullptr && ranks.node_count() > 1) holds.emplace(link);
     latest.emplace(on, region.device());
   });
   const auto given =
@@ -160,6 +161,7 @@ void symmetric_channel::state::close() {
   transfers.reset();
   control.reset();
   far.reset();
+  holds.reset();
   link.reset();
   if (failure != nullptr) std::rethrow_exception(failure);
 }

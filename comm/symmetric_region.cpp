@@ -131,6 +131,10 @@ observer_subscription symmetric_region::follow(collective_observer observer) {
   state_->check_open();
   return state_->followers.add(std::move(observer));
 }
+bool symmetric_region::takes_down(const region_change& change) const {
+  state_->check_open();
+  return state_->followers.concerned(change);
+}
 change_times symmetric_region::last_change() const noexcept {
   return state_->times;
 }

@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace evmm {
 
@@ -48,7 +49,7 @@ std::string to_string(const call_record& of) {
     case heap_call::grow:
       return fmt::format("grow pool {} by {} bytes of {}", of.pool, of.first, tier_name(of.tiers));
     case heap_call::trim:
-      return fmt::format("trim, {} bytes kept", of.first);
+      return fmt::format("trim of {} bytes, {} kept", of.second, of.first);
     case heap_call::migrate:
       return fmt::format("migrate {} bytes at offset {} to {}", of.second, of.first,
                          tier_name(of.tiers));
@@ -116,10 +117,22 @@ void call_log::compare(bootstrap& ranks, std::span<const call_state> gathered) c
       differing = static_cast<std::size_t>(odd - sums.begin());
     }
   }
-  // All arguments are equal: then it is what the last call gave.
-  if (number == last && number > start) --number;
-  const std::string mine = describe(number);
-  const auto texts = ranks.all_gather(std::as_bytes(std::span{mine}), "symmetric_heap: difference");
+  const auto described = [&](std::uint64_t call) {
+    const std::string mine = describe(call);
+    return ranks.all_gather(std::as_bytes(std::span{mine}), "symmetric_heap: difference");
+  };
+  auto texts = described(number);
+  if (number > start) {
+    // All arguments before it are equal; what the call before gave may not be.
+    auto before = described(number - 1);
+    const auto odd = std::find_if(before.begin(), before.end(),
+                                  [&](const auto& said) { return said != before[0]; });
+    if (odd != before.end()) differing = static_cast<std::size_t>(odd - before.begin());
+    if (odd != before.end() || number == last) {
+      texts = std::move(before);
+      --number;
+    }
+  }
   const auto text = [&](std::size_t rank) {
     return std::string(reinterpret_cast<const char*>(texts[rank].data()), texts[rank].size());
   };

@@ -92,7 +92,7 @@ std::vector<heap_status> symmetric_heap::state::meet() {
   std::size_t device_free = static_cast<std::size_t>(-1);
   log_failure("asking for the device's free memory", [&] {
     device_free = region.on().usage(memory_location::on(region.device())).free_bytes +
-                  region.statistics().cached_bytes;
+                  region.statistics().cached_device_bytes;
   });
   const heap_status mine{
       .calls = calls.state(),
@@ -122,7 +122,8 @@ void symmetric_heap::state::require_room(tier kind, std::size_t bytes,
 // --- growing ---------------------------------------------------------------------------------
 
 grown symmetric_heap::state::grow(tier kind, std::size_t bytes, pool_id pool) {
-  const grown added = region.grow(kind, bytes);
+  const region_change next{.kind = change_kind::grow, .offset = region.size(), .bytes = bytes};
+  const grown added = region.grow(kind, bytes, uses_of(next, {}).all());
   adopt_segments(pool);
   note(trace_action::segment_map, added.offset, added.bytes, nullptr, pool);
   return added;
@@ -171,9 +172,7 @@ std::optional<std::size_t> symmetric_heap::state::grow_spanning(
   const auto give_back = [&] {
     if (region.size() == before) return;
     log_failure("giving back a growth that was not enough", [&] {
-      const std::size_t more = region.size() - before;
-      note(trace_action::segment_unmap, before, more, nullptr, request.pool);
-      region.shrink(more);
+      drop(before, request.pool, {});
       adopt_segments(request.pool);
     });
   };
@@ -193,13 +192,14 @@ std::optional<std::size_t> symmetric_heap::state::grow_spanning(
 
 std::size_t symmetric_heap::state::find_place(std::size_t bytes, const symmetric_request& request) {
   const auto order = order_of(request.tiers);
+  const bool may_span = request.may_span && order.size() == 2;
   const pool_id pool = request.pool;
   const auto free_block = [&](tier kind) {
     return blocks.find(pool, kind, bytes, request.alignment);
   };
   if (const auto at = free_block(order[0])) return *at;
   // What may span begins at least in the tier that it prefers, as long as there is more to be had.
-  if (request.may_span) {
+  if (may_span) {
     if (const auto at = blocks.find_spanning(pool, bytes, request.alignment, order[0])) return *at;
   }
 
@@ -217,12 +217,11 @@ std::size_t symmetric_heap::state::find_place(std::size_t bytes, const symmetric
   };
   if (const auto at = more(order[0])) return *at;
   if (order.size() == 2) {
-    if (request.may_span) {
+    if (may_span) {
       if (const auto at = blocks.find_spanning(pool, bytes, request.alignment)) return *at;
     }
     if (const auto at = free_block(order[1])) return *at;
-    if (const auto at =
-            request.may_span ? grow_spanning(bytes, request, ranks_now) : more(order[1]))
+    if (const auto at = may_span ? grow_spanning(bytes, request, ranks_now) : more(order[1]))
       return *at;
   }
   if (pool == pool_id{}) {
@@ -280,20 +279,38 @@ void symmetric_heap::state::fail(std::size_t bytes, const symmetric_request& req
 
 // --- moving and giving back --------------------------------------------------------------------
 
-std::size_t symmetric_heap::state::trim(std::size_t keep_free, const uses& in_use) {
-  auto segments = blocks.segments();
-  const std::size_t before = blocks.size();
-  std::size_t left = blocks.free_bytes();
-  while (!segments.empty() && left - std::min(left, segments.back().bytes) >= keep_free &&
-         !blocks.any_live(segments.back().offset, segments.back().end())) {
-    left -= segments.back().bytes;
-    segments.pop_back();
+void symmetric_heap::state::drop(std::size_t after, pool_id pool, const uses& in_use) {
+  const region_change leaving{
+      .kind = change_kind::shrink, .offset = after, .bytes = region.size() - after};
+  note(trace_action::segment_unmap, after, leaving.bytes, nullptr, pool);
+  try {
+    region.shrink(leaving.bytes, uses_of(leaving, in_use).all());
+  } catch (...) {
+    note(trace_action::segment_map, after, leaving.bytes, nullptr, pool);
+    throw;
   }
-  const std::size_t after = segments.empty() ? 0 : segments.back().end();
+}
+
+std::size_t symmetric_heap::state::size_after_trim(std::size_t keep_free) const {
+  const auto& segments = blocks.segments();
+  std::size_t left = blocks.free_bytes();
+  std::size_t count = segments.size();
+  for (; count > 0; --count) {
+    const heap_segment& last = segments[count - 1];
+    const bool is_free = !blocks.any_live(last.offset, last.end());
+    if (left - std::min(left, last.bytes) < keep_free || !is_free) break;
+    left -= last.bytes;
+  }
+  return count == 0 ? 0 : segments[count - 1].end();
+}
+
+std::size_t symmetric_heap::state::trim(std::size_t after, const uses& in_use) {
+  const std::size_t before = blocks.size();
   if (after < before) {
-    note(trace_action::segment_unmap, after, before - after, nullptr, pool_id{});
-    region.shrink(before - after, uses_of(after, before, in_use).all());
+    drop(after, pool_id{}, in_use);
     used.forget(after, before - after);
+    auto segments = blocks.segments();
+    std::erase_if(segments, [&](const heap_segment& each) { return each.offset >= after; });
     set_segments(std::move(segments));
   }
   region.trim_cache();
@@ -320,7 +337,9 @@ std::size_t symmetric_heap::state::migrate(std::size_t from, std::size_t to, tie
   std::size_t moved = 0;
   for (std::size_t i = first; i <= last; ++i) {
     const heap_segment segment = blocks.segments()[i];
-    region.migrate(i, kind, uses_of(segment.offset, segment.end(), in_use).all());
+    const region_change move{
+        .kind = change_kind::migrate, .offset = segment.offset, .bytes = segment.bytes};
+    region.migrate(i, kind, uses_of(move, in_use).all());
     if (segment.kind == kind) continue;
     auto segments = blocks.segments();
     segments[i].kind = kind;
@@ -335,8 +354,9 @@ std::size_t symmetric_heap::state::compact(const uses& in_use) {
     if (count < 2) return;
     const std::size_t from = blocks.segments()[first].offset;
     const std::size_t to = blocks.segments()[first + count - 1].end();
+    const region_change merged{.kind = change_kind::compact, .offset = from, .bytes = to - from};
     try {
-      region.compact(uses_of(from, to, in_use).all(), first, count);
+      region.compact(uses_of(merged, in_use).all(), first, count);
       adopt_segments(pool_id{});
     } catch (const out_of_memory&) {
       if (count == 2) return;

@@ -229,6 +229,12 @@ void symmetric_heap::state::record_stream(std::size_t offset, native_stream stre
   finish(0);
 }
 
+symmetric_heap::state::gathered_uses symmetric_heap::state::uses_of(const region_change& change,
+                                                                    const uses& in_use) const {
+  if (region.takes_down(change)) return uses_of(0, blocks.size(), in_use);
+  return uses_of(change.offset, change.offset + change.bytes, in_use);
+}
+
 symmetric_heap::state::gathered_uses symmetric_heap::state::uses_of(std::size_t from,
                                                                     std::size_t to,
                                                                     const uses& in_use) const {
@@ -347,9 +353,10 @@ std::size_t symmetric_heap::trim(std::size_t keep_free, const uses& in_use) {
   state& s = *state_;
   const auto here = s.enter();
   s.settle_captured();
-  s.calls.begin({.call = heap_call::trim, .first = keep_free});
+  const std::size_t after = s.size_after_trim(keep_free);
+  s.calls.begin({.call = heap_call::trim, .first = keep_free, .second = s.blocks.size() - after});
   s.meet();
-  const std::size_t bytes = s.trim(keep_free, in_use);
+  const std::size_t bytes = s.trim(after, in_use);
   s.finish(bytes);
   return bytes;
 }

@@ -49,7 +49,8 @@ struct symmetric_heap::state {
   /// free block of the first tier serves. Throws out_of_memory, the same on every rank.
   std::size_t find_place(std::size_t bytes, const symmetric_request& request);
   grown grow(tier kind, std::size_t bytes, pool_id pool);
-  std::size_t trim(std::size_t keep_free, const uses& in_use);
+  std::size_t size_after_trim(std::size_t keep_free) const;
+  std::size_t trim(std::size_t after, const uses& in_use);
   std::size_t migrate(std::size_t from, std::size_t to, tier kind, const uses& in_use);
   std::size_t compact(const uses& in_use);
 
@@ -75,13 +76,14 @@ struct symmetric_heap::state {
   void settle_captured();
   /// Ends a call: what it gave, and the comparison after every call when that is asked for.
   void finish(std::uint64_t result);
-  /// All that must be over before the memory of [from, to) is taken away: `uses` on the heap's own
-  /// account and the caller's.
+  /// All that must be over before a change: what uses the bytes that it takes away, and all of the
+  /// heap's where it takes down a window; on the heap's own account and the caller's.
   struct gathered_uses {
     std::vector<native_stream> streams;
     std::vector<native_event> events;
     uses all() const { return {streams, events}; }
   };
+  gathered_uses uses_of(const region_change& change, const uses& in_use) const;
   gathered_uses uses_of(std::size_t from, std::size_t to, const uses& in_use) const;
   /// Reads the region's segments into `blocks`, which keep their pools; new ones are `pool`'s.
   /// Tiers of other ranks are as this rank's, since the heap changes them alike.
@@ -115,6 +117,8 @@ struct symmetric_heap::state {
   bool closed = false;
 
  private:
+  /// Takes the segments from `after` on off the region, and tells the history.
+  void drop(std::size_t after, pool_id pool, const uses& in_use);
   /// Appends memory of one tier for `pool` if there is room: at least `least` bytes, at best
   /// `best`.
   bool try_grow(tier kind, std::size_t least, std::size_t best, pool_id pool,

@@ -71,12 +71,13 @@ using observer_subscription = std::shared_ptr<void>;
 
 /// Counts since construction, and what is held now.
 struct region_statistics {
-  std::size_t device_bytes = 0;     ///< mapped DEVICE memory of this rank
-  std::size_t host_bytes = 0;       ///< mapped HOST_NUMA memory of this rank
-  std::size_t discarded_bytes = 0;  ///< addresses whose memory was given back
-  std::size_t backup_bytes = 0;     ///< host memory that holds discarded contents
-  std::size_t cached_bytes = 0;     ///< freed handles kept for reuse
-  std::size_t peak_bytes = 0;       ///< most ever mapped
+  std::size_t device_bytes = 0;         ///< mapped DEVICE memory of this rank
+  std::size_t host_bytes = 0;           ///< mapped HOST_NUMA memory of this rank
+  std::size_t discarded_bytes = 0;      ///< addresses whose memory was given back
+  std::size_t backup_bytes = 0;         ///< host memory that holds discarded contents
+  std::size_t cached_bytes = 0;         ///< freed handles kept for reuse
+  std::size_t cached_device_bytes = 0;  ///< of these, DEVICE memory
+  std::size_t peak_bytes = 0;           ///< most ever mapped
   std::uint64_t grows = 0, shrinks = 0, migrations = 0, discards = 0, restores = 0;
   std::uint64_t compactions = 0;
   std::uint64_t rollbacks = 0;  ///< changes undone after a failure or a veto

@@ -74,6 +74,9 @@ class memory_source {
 
   const std::optional<placement_choice>& placement() const noexcept { return placement_; }
   std::size_t cached_bytes() const noexcept { return cached_bytes_; }
+  std::size_t cached_device_bytes() const noexcept {
+    return cached_at(memory_location::on(options_.device));
+  }
   std::uint64_t created() const noexcept { return created_; }
   std::uint64_t reused() const noexcept { return reused_; }
   std::uint64_t released() const noexcept { return released_; }

@@ -60,6 +60,7 @@ region_statistics describe_statistics(const region_statistics& counts, const par
   all.discarded_bytes = own.discarded_bytes();
   all.backup_bytes = own.backup_bytes();
   all.cached_bytes = source.cached_bytes();
+  all.cached_device_bytes = source.cached_device_bytes();
   all.handles_created = source.created();
   all.handles_reused = source.reused();
   all.handles_released = source.released();

@@ -135,7 +135,10 @@ FAKE_API int ncclCommGetAsyncError(ncclComm* comm, int* result) {
   return evmm::nccl_success;
 }
 FAKE_API int ncclCommFinalize(ncclComm* comm) {
-  return run(comm, [comm] { return meet(comm); });
+  return run(comm, [comm] {
+    const int met = meet(comm);
+    return fails(comm, &fake_nccl_settings::fail_finalize) ? int{evmm::nccl_system_error} : met;
+  });
 }
 FAKE_API int ncclCommDestroy(ncclComm* comm) {
   return destroy(comm);

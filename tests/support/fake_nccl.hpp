@@ -32,6 +32,7 @@ struct fake_nccl_settings {
   int wrong_pointers = 0;                           ///< peers' addresses lead to the own memory
   int fail_deregister = 0;                          ///< the next deregistration of that rank fails
   int fail_init = 0;                                ///< its next communicator fails
+  int fail_finalize = 0;  ///< its next ncclCommFinalize fails, where its peers' succeed
   int fail_device = 0;    ///< its next device communicator fails, and its peers wait for it
   int fail_transfer = 0;  ///< its next sends and receives fail, and their peers wait for them
 };

@@ -137,6 +137,24 @@ void what_spans_may_end_in_the_tier_it_prefers(const rank_context& at) {
   heap.close();
 }
 
+void what_may_lie_in_one_tier_alone_spans_none(const rank_context& at) {
+  const std::size_t g = at.granule();
+  for (const auto& [tiers, kind] : {std::pair{tier_policy::device_only, tier::device},
+                                    std::pair{tier_policy::host_only, tier::host}}) {
+    symmetric_heap heap(at.make(), {.growth_step = g, .device_limit = g, .host_limit = g});
+    heap.grow(kind, g);
+    heap.grow(kind == tier::device ? tier::host : tier::device, g);
+    const symmetric_request request{.tiers = tiers, .may_span = true};
+    EXPECT_THAT(thrown_by_all(*at.ranks, [&] { (void)heap.allocate(2 * g, nullptr, request); }),
+                HasSubstr("out_of_memory"));
+    const std::size_t fits = heap.allocate(g, nullptr, request);
+    EXPECT_EQ(tier_at(heap, fits), kind);
+    EXPECT_EQ(tier_at(heap, fits + g - 1), kind);
+    heap.check_invariants();
+    heap.close();
+  }
+}
+
 void pools_have_segments_of_their_own(const rank_context& at) {
   const std::size_t g = at.granule();
   symmetric_heap heap(at.make(), {.growth_step = g, .device_limit = 4 * g, .host_limit = 2 * g});
@@ -337,6 +355,26 @@ void a_growth_that_is_given_back_leaves_the_history_even(const rank_context& at)
   heap.close();
 }
 
+void a_trim_that_is_refused_leaves_the_history_even(const rank_context& at) {
+  const std::size_t g = at.granule();
+  symmetric_heap heap(at.make(), {.growth_step = g});
+  heap.free(heap.allocate(g));
+  std::size_t mapped = heap.region().size();
+  const auto listening = heap.on_trace([&](const trace_entry& entry) {
+    if (entry.action == trace_action::segment_map) mapped += entry.bytes;
+    if (entry.action == trace_action::segment_unmap) mapped -= entry.bytes;
+  });
+  {
+    const auto refusing = heap.region().observe(
+        {.before_change = [](const region_change&) { throw invalid_argument("not now"); }});
+    EXPECT_THAT(thrown_by_all(*at.ranks, [&] { heap.trim(); }), HasSubstr("not now"));
+  }
+  EXPECT_EQ(mapped, g);
+  EXPECT_EQ(heap.trim(), g);
+  EXPECT_EQ(mapped, 0u);
+  heap.close();
+}
+
 void discarded_segments_are_not_handed_out(const rank_context& at) {
   symmetric_region region = at.make();
   region.grow(tier::device, at.granule());
@@ -385,6 +423,7 @@ const std::vector<symmetric_case>& heap_cases() {
       EVMM_CASE(policies_choose_the_tier),
       EVMM_CASE(the_largest_buffer_spans_both_tiers),
       EVMM_CASE(what_spans_may_end_in_the_tier_it_prefers),
+      EVMM_CASE(what_may_lie_in_one_tier_alone_spans_none),
       EVMM_CASE(pools_have_segments_of_their_own),
       EVMM_CASE(wrong_calls_name_what_is_wrong),
       EVMM_CASE(another_stream_waits_for_what_used_the_block_before),
@@ -392,6 +431,7 @@ const std::vector<symmetric_case>& heap_cases() {
       EVMM_CASE(reports_and_snapshots_tell_what_is_there),
       EVMM_CASE(snapshots_tell_where_blocks_were_allocated),
       EVMM_CASE(a_growth_that_is_given_back_leaves_the_history_even),
+      EVMM_CASE(a_trim_that_is_refused_leaves_the_history_even),
       EVMM_CASE(discarded_segments_are_not_handed_out),
       EVMM_CASE(buffers_are_typed_and_free_themselves),
       EVMM_CASE(random_calls_place_alike),

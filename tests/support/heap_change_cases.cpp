@@ -12,6 +12,7 @@
 #include <gtest/gtest.h>
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -214,6 +215,54 @@ void the_first_call_that_differs_is_named(const rank_context& at) {
   blank.close();
 }
 
+/// The arguments are equal, and what came of them is not: one rank freed under a capture.
+void the_first_call_that_gave_something_else_is_named(const rank_context& at) {
+  if (at.ranks->size() == 1) return;
+  const rank_id odd{at.ranks->size() - 1};
+  symmetric_heap heap(at.make());
+  const native_stream stream = at.on->create_stream(at.device);
+  const std::size_t a = heap.allocate(4096, stream);
+  std::optional<scoped_capture> capture;
+  if (at.ranks->rank() == odd) capture.emplace(*at.on, stream);
+  heap.free(a);
+  (void)heap.allocate(4096);
+  EXPECT_THAT(thrown_by_all(*at.ranks, [&] { heap.verify(); }),
+              HasSubstr("differ from call 3: rank 0: allocate 4096 bytes aligned to 512, "
+                        "device_first, pool 0 -> offset 0; rank " +
+                        std::to_string(odd.value) +
+                        ": allocate 4096 bytes aligned to 512, "
+                        "device_first, pool 0 -> offset 4096"));
+  (void)heap.allocate(512);
+  (void)heap.allocate(1024);
+  EXPECT_THAT(thrown_by_all(*at.ranks, [&] { heap.verify(); }),
+              HasSubstr("differ from call 3: rank 0: allocate 4096 bytes"));
+  capture.reset();
+  heap.close();
+  at.on->destroy_stream(stream);
+}
+
+/// What was freed under a capture is in use on the rank that captures.
+void a_trim_that_would_differ_is_told_to_all(const rank_context& at) {
+  if (at.ranks->size() == 1) return;
+  const std::size_t g = at.granule();
+  const rank_id odd{at.ranks->size() - 1};
+  symmetric_heap heap(at.make(), {.growth_step = g});
+  const native_stream stream = at.on->create_stream(at.device);
+  (void)heap.allocate(g);
+  const std::size_t last = heap.allocate(g, stream);
+  std::optional<scoped_capture> capture;
+  if (at.ranks->rank() == odd) capture.emplace(*at.on, stream);
+  heap.free(last);
+  EXPECT_THAT(
+      thrown_by_all(*at.ranks, [&] { heap.trim(); }),
+      HasSubstr("differ from call 4: rank 0: trim of " + std::to_string(g) +
+                " bytes, 0 kept; rank " + std::to_string(odd.value) + ": trim of 0 bytes, 0 kept"));
+  EXPECT_EQ(heap.region().size(), 2 * g);
+  capture.reset();
+  heap.close();
+  at.on->destroy_stream(stream);
+}
+
 /// One rank finds the heap full, where the others do not: they meet it in calls of other kinds.
 void ranks_that_meet_in_different_calls_learn_where_they_parted(const rank_context& at) {
   if (at.ranks->size() == 1) return;
@@ -278,6 +327,8 @@ const std::vector<symmetric_case>& heap_change_cases() {
       EVMM_CASE(compaction_keeps_blocks_and_makes_few_segments),
       EVMM_CASE(a_region_that_is_backed_already_is_used),
       EVMM_CASE(the_first_call_that_differs_is_named),
+      EVMM_CASE(the_first_call_that_gave_something_else_is_named),
+      EVMM_CASE(a_trim_that_would_differ_is_told_to_all),
       EVMM_CASE(ranks_that_meet_in_different_calls_learn_where_they_parted),
       EVMM_CASE(every_call_is_compared_when_asked_for),
       EVMM_CASE(options_that_differ_are_refused),

@@ -176,6 +176,18 @@ TEST(nccl_communicator, is_not_closed_under_a_window_of_one_rank) {
       std::chrono::milliseconds(3000));
 }
 
+TEST(nccl_communicator, one_that_one_rank_cannot_close_is_broken_on_all) {
+  const nccl_fixture fake({.version = 23007, .fail_rank = 1, .fail_finalize = 1});
+  run_nccl_ranks(2, [](const rank_context& at) {
+    nccl_communicator on(at.ranks, at.on);
+    EXPECT_THAT(thrown_by_all(*at.ranks, [&] { on.close(); }),
+                AllOf(StartsWith("driver_error: rank 1: ncclCommFinalize")));
+    EXPECT_THAT(thrown_by_all(*at.ranks, [&] { (void)on.get(); }),
+                AllOf(StartsWith("peer_error"), HasSubstr("broken"), HasSubstr("Finalize")));
+    EXPECT_THAT(thrown_by_all(*at.ranks, [&] { on.close(); }), HasSubstr("broken"));
+  });
+}
+
 TEST(nccl_communicator, a_rank_without_room_for_a_window_is_told_to_all) {
   const nccl_fixture fake({.version = 23007});
   const scoped_variable stride("NCCL_WIN_STRIDE", "1");  // one unit

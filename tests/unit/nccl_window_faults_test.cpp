@@ -9,6 +9,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cstdio>
 #include <functional>
 #include <string>
@@ -196,6 +197,31 @@ TEST_P(nccl_faults, a_window_that_cannot_be_taken_down_stops_the_change) {
       at.ranks->barrier();
     });
   }
+}
+
+TEST_P(nccl_faults, a_region_that_cannot_be_closed_keeps_its_windows) {
+  const nccl_fixture fake({.version = GetParam()});
+  run_nccl_ranks(
+      k_ranks,
+      [](const rank_context& outer) {
+        rank_context at = outer;
+        const auto faulty = fault_driver::make(outer.on);
+        at.on = faulty;
+        windowed made(at, "close");
+        const native_stream stream = at.on->create_stream({0});
+        const std::array in_use{stream};
+        if (at.ranks->rank() == k_victim) faulty->fail_call(driver_call::synchronize_stream, 0);
+        EXPECT_THAT(thrown_by_all(*at.ranks, [&] { made.region.close({.streams = in_use}); }),
+                    HasSubstr("rank 1: "));
+        EXPECT_EQ(made.window->why_down(), "");
+        expect_peers_seen(made.on, made.region, *made.window, 1);
+        made.region.grow(tier::device, 2_MiB);
+        expect_peers_seen(made.on, made.region, *made.window, 2);
+        made.region.close({.streams = in_use});
+        EXPECT_EQ(made.window->pieces().size(), 0u);
+        at.on->destroy_stream(stream);
+      },
+      k_deadline);
 }
 
 TEST(nccl_faults, an_adopted_communicator_that_breaks_is_left_to_its_owner) {

@@ -10,10 +10,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 
 namespace evmm::test {
 namespace {
@@ -330,6 +333,69 @@ TEST(nccl_window, ranks_with_other_windows_cannot_change_the_region) {
                       HasSubstr("windows")));
     window.reset();
     made.region.grow(tier::device, 2_MiB);
+  });
+}
+
+TEST(nccl_window, ranks_with_other_ranges_are_told_before_nccl_is) {
+  const nccl_fixture fake({.version = 23007});
+  run_nccl_ranks(
+      2,
+      [](const rank_context& at) {
+        two_device_segments made(at);
+        const bool odd = at.ranks->rank() == rank_id{1};
+        using offsets = nccl_window::offsets;
+        const auto refusal = [&](const nccl_range& mine, offsets used) {
+          return thrown_by_all(*at.ranks, [&] { nccl_window(made.on, made.region, mine, used); });
+        };
+        const std::string says =
+            "invalid_argument: the range of an nccl_window differs between "
+            "ranks: rank 0 gave ";
+        EXPECT_THAT(refusal({.bytes = odd ? 4_MiB : 2_MiB}, offsets::any),
+                    StartsWith(says + "2097152 bytes at 0; rank 1 gave 4194304 bytes at 0"));
+        EXPECT_THAT(refusal({.device_only = odd}, offsets::any),
+                    StartsWith(says + "0 bytes at 0; rank 1 gave 0 bytes at 0, device_only"));
+        EXPECT_THAT(
+            refusal({}, odd ? offsets::symmetric : offsets::any),
+            StartsWith(says + "0 bytes at 0; rank 1 gave 0 bytes at 0, offsets::symmetric"));
+        EXPECT_NE(made.on.get(), nullptr);
+        const nccl_window window(made.on, made.region);
+        expect_peers_seen(made.on, made.region, window, 1);
+      },
+      std::chrono::milliseconds(1500));
+}
+
+TEST(nccl_window, a_heap_that_grows_waits_for_who_uses_its_windows) {
+  const nccl_fixture fake({.version = 23007});
+  run_nccl_ranks(2, [](const rank_context& at) {
+    nccl_communicator on(at.ranks, at.on);
+    {
+      symmetric_heap heap(at.make(), {.growth_step = 2_MiB});
+      const native_stream stream = at.on->create_stream({0});
+      const std::size_t used = heap.allocate(4096, stream);
+      const nccl_window window(on, heap.region());
+      const int before = fake_nccl_count().registrations;
+      // Work of the stream goes on while the growth is under way, as long as it takes.
+      std::atomic<bool> asked = false;
+      std::atomic<bool> replaced = false;
+      const auto watching =
+          heap.region().observe({.before_change = [&](const region_change&) { asked = true; }});
+      at.on->launch(stream, [&] {
+        while (!asked) std::this_thread::yield();
+        const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(200);
+        while (!replaced && std::chrono::steady_clock::now() < until) {
+          replaced = fake_nccl_count().registrations > before;
+          std::this_thread::yield();
+        }
+      });
+      const std::size_t large = heap.allocate(3_MiB);
+      at.on->synchronize(stream);
+      EXPECT_FALSE(replaced) << "the window went while a stream could use it";
+      EXPECT_NE(window.at(large).window, nullptr);
+      heap.free(used);
+      heap.close();
+      at.on->destroy_stream(stream);
+    }
+    on.close();
   });
 }
 

@@ -123,5 +123,54 @@ TEST(rendezvous, a_put_in_line_is_late_only_when_nothing_is_heard_of_it) {
               HasSubstr("rank 1"));
 }
 
+/// As a rank of whose part others get large pieces has it: they leave in the order of their coming.
+TEST(rendezvous, tells_ranks_that_it_sends_to_that_their_turn_comes) {
+  side owner;
+  owner.own.data.size = 8_MiB;
+  constexpr milliseconds patience{1000};
+  const auto begun = rendezvous::clock::now();
+  for (const int rank : {1, 2, 3}) {
+    owner.line->on_clear_to_send({rank}, {.what = message_head::clear_to_send, .bytes = 1_MiB});
+  }
+  const auto asked = rendezvous::clock::now();
+  owner.line->advance();
+  owner.line->reassure(begun + patience, patience);
+  EXPECT_THAT(owner.told(message_head::in_line), ElementsAre()) << "nothing moved yet";
+  EXPECT_THAT(thrown_by([&] { owner.line->check_deadlines(asked + patience, patience); }),
+              HasSubstr("timed_out: rank 1 did not receive 1.0 MiB"));
+  while (rendezvous::clock::now() < asked + milliseconds(20)) {
+  }
+  owner.by->over = true;
+  owner.line->advance();
+  EXPECT_EQ(thrown_by([&] { owner.line->check_deadlines(asked + patience, patience); }), "");
+  owner.line->reassure(begun + patience, patience);
+  EXPECT_THAT(owner.told(message_head::in_line), ElementsAre(rank_id{2}, rank_id{3}));
+  owner.line->reassure(begun + 9 * patience, patience);
+  EXPECT_EQ(owner.told(message_head::in_line).size(), 2u) << "it stands still";
+  EXPECT_THAT(thrown_by([&] { owner.line->check_deadlines(begun + 3 * patience, patience); }),
+              HasSubstr("rank 2 did not receive"));
+}
+
+TEST(rendezvous, a_get_is_late_only_when_nothing_is_heard_of_it) {
+  side asker;
+  constexpr milliseconds patience{1000};
+  far_get wanted{.from = {1}, .into = 4096, .bytes = 1_MiB, .large = true};
+  asker.line->get(wanted);
+  const auto begun = rendezvous::clock::now();
+  asker.line->advance();
+  const auto asked = rendezvous::clock::now();
+  const auto late = [&](rendezvous::clock::time_point now) {
+    return thrown_by([&] { asker.line->check_deadlines(now, patience); });
+  };
+  EXPECT_THAT(late(asked + patience), HasSubstr("timed_out: rank 1 did not answer a get"));
+  while (rendezvous::clock::now() < asked + milliseconds(20)) {
+  }
+  asker.line->on_in_line({2});
+  EXPECT_THAT(late(asked + patience), HasSubstr("rank 1")) << "another rank's line";
+  asker.line->on_in_line({1});
+  EXPECT_EQ(late(asked + patience), "");
+  EXPECT_THAT(late(begun + 3 * patience), HasSubstr("rank 1"));
+}
+
 }  // namespace
 }  // namespace evmm::test

@@ -433,6 +433,29 @@ class exchanging_link final : public thread_link {
   std::shared_ptr<board> board_;
 };
 
+/// Messages say to which part of which rank they go, not over which region.
+TEST(symmetric_channel, a_link_carries_one_channel_at_a_time) {
+  const auto office = std::make_shared<post_office>(2);
+  run_hosts("ab", [&](const rank_context& at) {
+    auto first = at.make();
+    auto second = at.make();
+    for (symmetric_region* each : {&first, &second}) each->grow(tier::device, at.granule());
+    const channel_options options{.link = std::make_shared<thread_link>(at.ranks->rank(), office)};
+    const auto refused = [&] {
+      return thrown_by_all(*at.ranks, [&] { symmetric_channel(second, options); });
+    };
+    symmetric_channel channel(first, options);
+    EXPECT_EQ(refused().find("invalid_argument: rank 0: the link threads is in use"), 0u)
+        << refused();
+    channel.close();
+    std::optional<symmetric_channel> next(std::in_place, second, options);
+    EXPECT_NE(refused(), "");
+    at.ranks->barrier("test: refused");
+    next.reset();
+    EXPECT_EQ(refused(), "") << "one that is gone has it no more";
+  });
+}
+
 TEST(symmetric_channel, a_link_that_exchanges_takes_the_far_part_of_an_all_to_all) {
   constexpr int ranks = 4;
   const auto office = std::make_shared<post_office>(ranks);

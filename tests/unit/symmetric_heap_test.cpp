@@ -94,6 +94,24 @@ TEST(symmetric_heap, a_rank_whose_device_is_full_sends_all_to_the_host_tier) {
   }));
 }
 
+TEST(symmetric_heap, host_memory_kept_for_reuse_is_no_room_on_the_device) {
+  const auto bootstraps = make_thread_bootstraps(2);
+  expect_no_failure(run_ranks(2, [&](int rank) {
+    const rank_context at{.ranks = bootstraps[static_cast<std::size_t>(rank)],
+                          .on = host_driver::make({.device_bytes = 16_MiB})};
+    symmetric_heap heap(at.make());
+    heap.grow(tier::host, 8_MiB);
+    heap.migrate(0, 8_MiB, tier::device);
+    EXPECT_EQ(heap.region().statistics().cached_bytes, 8_MiB);
+    for (int i = 0; i < 2; ++i) heap.grow(tier::host, 6_MiB);
+    const auto said = thrown_by_all(*at.ranks, [&] { heap.migrate(8_MiB, 12_MiB, tier::device); });
+    EXPECT_THAT(said, HasSubstr("cannot take 12.0 MiB more of DEVICE"));
+    EXPECT_THAT(said, HasSubstr("rank 0 may take 8.0 MiB"));
+    EXPECT_EQ(heap.region().statistics().device_bytes, 8_MiB) << "nothing has moved";
+    heap.close();
+  }));
+}
+
 /// A collective call to try on a heap of some segments, all but the last one in use.
 struct heap_change {
   std::string name;

@@ -253,6 +253,24 @@ TEST(symmetric_region, changes_with_the_longest_timeout_too) {
   for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
 }
 
+TEST(symmetric_region, who_follows_it_hears_once_that_it_goes_with_the_memory_in_place) {
+  for (const bool closed : {true, false}) {
+    const auto bootstrap = make_thread_bootstraps(1)[0];
+    int told = 0;
+    std::optional<symmetric_region> region(std::in_place, bootstrap, host_driver::make({}),
+                                           symmetric_options{.reserve = 64_MiB});
+    region->grow(tier::device, 2_MiB);
+    std::byte* const at = region->local();
+    const auto following = region->follow({.gone = [&] {
+      *at = std::byte{1};
+      ++told;
+    }});
+    if (closed) region->close();
+    region.reset();
+    EXPECT_EQ(told, 1);
+  }
+}
+
 TEST(symmetric_region, ranks_of_other_nodes_are_symmetric_but_out_of_reach) {
   const auto bootstraps = make_thread_bootstraps(4, {"a", "a", "b", "b"});
   const auto thrown = run_ranks(4, [&](int rank) {

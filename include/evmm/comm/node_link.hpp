@@ -3,6 +3,7 @@
 
 #include <evmm/types.hpp>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -92,8 +93,8 @@ class large_transfers {
   virtual void close() {}
 };
 
-/// Moves bytes between ranks of different nodes, for symmetric_channel: over MPI, between threads
-/// of one process, or over whatever else implements it.
+/// Moves bytes between ranks of different nodes, for one symmetric_channel at a time: over MPI,
+/// between threads of one process, or over whatever else implements it.
 ///
 /// What must be there: messages. Those from one rank to another arrive in the order in which they
 ///   were sent, and progress when either side calls anything here.
@@ -136,6 +137,23 @@ class node_link {
   virtual std::unique_ptr<node_exchange> make_exchange(symmetric_region& region);
   /// Collective: what takes large puts and gets, on all ranks or none. Null where messages do.
   virtual std::unique_ptr<large_transfers> make_large_transfers(device_id device);
+
+ private:
+  friend class link_hold;
+  std::atomic<bool> held_ = false;
+};
+
+/// Keeps a link for one user: two would take each other's messages.
+class link_hold {
+ public:
+  /// Throws invalid_argument where somebody has it.
+  explicit link_hold(std::shared_ptr<node_link> of);
+  link_hold(const link_hold&) = delete;
+  link_hold& operator=(const link_hold&) = delete;
+  ~link_hold();
+
+ private:
+  std::shared_ptr<node_link> link_;
 };
 
 }  // namespace evmm

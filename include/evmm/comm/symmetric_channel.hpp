@@ -32,8 +32,8 @@ struct signal_word {
 
 /// What a symmetric_channel is made from.
 struct channel_options {
-  /// How to get to other nodes; null for the bootstrap's own way (bootstrap::make_link). Not asked
-  /// for where all ranks share a node.
+  /// How to get to other nodes, for this channel alone; null for the bootstrap's own way
+  /// (bootstrap::make_link). Not asked for where all ranks share a node.
   std::shared_ptr<node_link> link = nullptr;
   /// Page-locked staging memory for other nodes: this much at a time, `chunks` times for sending
   /// and as often for receiving.

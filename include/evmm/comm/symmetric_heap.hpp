@@ -22,8 +22,9 @@ const char* to_string(tier_policy policy) noexcept;
 /// What an allocation wants beside its size; equal on all ranks.
 struct symmetric_request {
   tier_policy tiers = tier_policy::device_first;
-  /// Whether it may lie partly in each tier. Kernels do not notice; one cudaMemcpyAsync over both
-  /// crashes in libcuda 580, so copy such a buffer with driver::copy, which cuts there.
+  /// Whether it may lie partly in each tier, where `tiers` names both. Kernels do not notice; one
+  /// cudaMemcpyAsync over both crashes in libcuda 580, so copy such a buffer with driver::copy,
+  /// which cuts there.
   bool may_span = false;
   /// Of the offset, in bytes: a power of two up to the region's granularity.
   std::size_t alignment = 512;
@@ -91,7 +92,8 @@ struct heap_report {
 ///   never asked whether they are done, since the answer would differ between ranks. What a *peer*
 ///   does with this rank's part is the program's to order (symmetric_channel, NCCL, flags): it must
 ///   be over before this rank's stream reaches the point of free(). A stream lives at least until
-///   the first trim, migrate or close() after its last use, which waits for it.
+///   the first trim, migrate or close() after its last use, which waits for it. So does a change
+///   for all that used the heap, growth too, where it takes down an nccl_window on it.
 /// Errors: a full heap grows, which is collective: all ranks return, or all throw the same
 ///   out_of_memory and no heap has changed. Ranks whose calls differ throw the same
 ///   invalid_argument naming the first call that differs, at the next collective step.

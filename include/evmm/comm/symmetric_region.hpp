@@ -53,6 +53,9 @@ struct region_part {
 /// A change asks, waits for the streams in its `uses`, takes down, replaces memory, commits or
 /// rolls back, and brings up.
 struct collective_observer {
+  /// Local: whether a change lets go of what follows the region, at any step; who uses that is then
+  /// waited for by whoever makes the change. Left out: every change does.
+  std::function<bool(const region_change&)> concerns = {};
   /// Local. May throw to forbid the change on all ranks, before anything was done.
   std::function<void(const region_change&)> before_change = {};
   /// Local: lets go of the memory that the change replaces, before any rank does so. When it throws
@@ -156,6 +159,9 @@ class symmetric_region {
   [[nodiscard]] observer_subscription observe(region_observer observer);
   /// Follows the region together with the other ranks, which all make this call. It does not block.
   [[nodiscard]] observer_subscription follow(collective_observer observer);
+  /// Local: whether anything that follows the region lets go of what it has in such a change, of
+  /// which kind, offset and bytes count. Then the streams that use that belong into its `uses`.
+  bool takes_down(const region_change& change) const;
   /// Of the latest change, whether it held or not.
   change_times last_change() const noexcept;
   /// Local: releases cached handles.
