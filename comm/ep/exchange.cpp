@@ -312,16 +312,20 @@ std::size_t exchange::adapt(double headroom, const uses& in_use) {
     all.received = std::max(all.received, said[r].received);
     all.by_expert = std::max(all.by_expert, said[r].by_expert);
   }
-  const auto follow = [&](std::optional<elastic_rows>& rows, std::uint64_t most) {
+  const auto follow = [&](tier kind, std::optional<elastic_rows>& rows, std::uint64_t most) {
     if (!rows || most == 0) return;
-    rows->move_border(static_cast<std::size_t>(std::ceil(static_cast<double>(most) * headroom)),
+    rows->move_border(kind,
+                      static_cast<std::size_t>(std::ceil(static_cast<double>(most) * headroom)),
                       {.streams = streams, .events = in_use.events});
   };
   try {
-    follow(s.buffers->x, all.received);
-    follow(s.buffers->y, all.received);
-    follow(s.buffers->expert_x, all.by_expert);
-    follow(s.buffers->expert_y, all.by_expert);
+    // What leaves the device makes room there for what comes, of whichever buffer.
+    for (const tier kind : {tier::host, tier::device}) {
+      follow(kind, s.buffers->x, all.received);
+      follow(kind, s.buffers->y, all.received);
+      follow(kind, s.buffers->expert_x, all.by_expert);
+      follow(kind, s.buffers->expert_y, all.by_expert);
+    }
   } catch (...) {
     s.see_device_rows();
     throw;

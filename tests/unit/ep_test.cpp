@@ -111,6 +111,34 @@ TEST(ep_nodes, a_rank_that_did_not_come_is_named_as_the_job_does) {
   for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
 }
 
+TEST(ep_heap, what_needs_less_of_the_device_makes_room_for_what_needs_more) {
+  const rank_context at{.ranks = make_thread_bootstraps(1)[0], .on = host_driver::make({})};
+  symmetric_heap heap(at.make({.reserve = 1_GiB, .max_segments = 64}),
+                      {.growth_step = 2_MiB, .device_limit = 44_MiB});
+  // 256 rows lie in 2 MiB. By source there are few on the device at first, by expert many.
+  ep::exchange exchange(heap, {.experts = 4,
+                               .top_k = 4,
+                               .hidden = 4096,
+                               .arranged = ep::layout::by_expert,
+                               .max_tokens = 1024,
+                               .device_rows = 256,
+                               .device_expert_rows = 2048,
+                               .adapt_steps = 4,
+                               .sms = 1});
+  ep::plan plan = exchange.make_plan();
+  constexpr std::size_t count = 900;
+  const symmetric_buffer<std::uint16_t> x(heap, count * 4096, nullptr,
+                                          {.tiers = tier_policy::host_only});
+  const symmetric_buffer<std::int64_t> ids(heap, count * 4, nullptr,
+                                           {.tiers = tier_policy::host_only});
+  at.on->synchronize(native_stream{});
+  // Then many tokens come, with one choice each.
+  for (std::size_t i = 0; i < ids.size(); ++i) ids.elements()[i] = i % 4 == 0 ? 0 : -1;
+  exchange.dispatch({.x = x.local(), .topk_ids = ids.local(), .count = count}, plan, nullptr);
+  EXPECT_EQ(exchange.adapt(1), 1024u);
+  EXPECT_EQ(exchange.options().device_expert_rows, 1024u);
+}
+
 /// Tells who waits for the default stream.
 class default_stream_driver final : public forwarding_driver {
  public:
