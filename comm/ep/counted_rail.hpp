@@ -38,6 +38,9 @@ class counted_rail {
                counted_rail_buffers buffers);
 
   std::size_t nodes() const { return way_.nodes(); }
+  /// Throws what the channel broke with, if it did.
+  void check() const { way_.channel().check(); }
+  void check_call(native_stream stream) const { way_.check_call(stream); }
   /// This rank's tokens and those of its rail that have experts here, as tokens of the node, whose
   /// experts count in the order of its ranks. `again`: by a plan that is full.
   token_arrays gather(const token_arrays& given, rail_plan& plan, bool again, bool as_gradients,

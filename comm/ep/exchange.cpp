@@ -82,13 +82,17 @@ bool exchange::state::captured(native_stream stream) const {
   return on().capture(stream).status != capture_status::none;
 }
 
-void exchange::state::remember(native_stream stream) {
-  if (out_of_step) {
-    throw driver_error(
-        "a dispatch of this exchange failed between its steps: this rank told the "
-        "others of rows that it did not send",
-        "make another exchange on all ranks");
-  }
+void exchange::state::check_in_step() const {
+  if (!out_of_step) return;
+  throw driver_error(
+      "a dispatch of this exchange failed between its steps: this rank told the "
+      "others of rows that it did not send",
+      "make another exchange on all ranks");
+}
+
+void exchange::state::begin_call(native_stream stream) {
+  if (across) across->check_call(stream);
+  check_in_step();
   if (!captured(stream) && std::find(streams.begin(), streams.end(), stream) == streams.end()) {
     streams.push_back(stream);
   }
@@ -163,7 +167,7 @@ received exchange::dispatch(const tokens& from, plan& to, native_stream stream) 
   state& s = *state_;
   s.check_made_here(to);
   const token_arrays given = s.arrays_of(from, false);
-  s.remember(stream);
+  s.begin_call(stream);
   to.state_->call = 0;
   to.state_->count = from.count;
   const token_arrays arrays = s.batch_of(given, to, false, false, stream);
@@ -185,7 +189,7 @@ token_arrays exchange::state::arrays_of_plan(const tokens& from, const plan& by,
 received exchange::dispatch_again(const tokens& from, const plan& by, native_stream stream) {
   state& s = *state_;
   const token_arrays given = s.arrays_of_plan(from, by, false);
-  s.remember(stream);
+  s.begin_call(stream);
   const token_arrays arrays = s.batch_of(given, by, true, false, stream);
   s.steps->plan_again(s.shape, by.state_->arrays(), s.totals, stream);
   s.send(s.shape, arrays, by, stream);
@@ -204,7 +208,7 @@ void exchange::combine(const plan& by, void* out, const void* bias, native_strea
   if (by.tokens() > 0 && (out == nullptr || !aligned_rows(out) || !aligned_rows(bias))) {
     refuse(fmt::format("combine into {} with bias {}", out, bias), "give rows aligned to 16 bytes");
   }
-  s.remember(stream);
+  s.begin_call(stream);
   s.sum(by, {.sums = out, .bias = bias}, true, stream);
 }
 
@@ -217,7 +221,7 @@ received exchange::combine_backward(const tokens& sums, const plan& by, const vo
            s.by_expert() ? "give rows aligned to 16 bytes"
                          : "by source the user writes them to weight_gradients()");
   }
-  s.remember(stream);
+  s.begin_call(stream);
   const token_arrays arrays = s.batch_of(given, by, true, true, stream);
   s.steps->plan_again(s.shape, by.state_->arrays(), s.totals, stream);
   s.send(s.gradient_shape(), arrays, by, stream);
@@ -243,7 +247,7 @@ void exchange::dispatch_backward(const plan& by, void* x, const std::int64_t* to
   if (weights != nullptr && topk_ids == nullptr) {
     refuse("bring back the gradients of weights: topk_ids is null", "give those of the dispatch");
   }
-  s.remember(stream);
+  s.begin_call(stream);
   s.sum(by, {.sums = x, .weight_gradients = weights, .ids = topk_ids}, false, stream);
 }
 
@@ -339,17 +343,19 @@ std::size_t exchange::adapt(double headroom, const uses& in_use) {
 }
 
 void exchange::check() {
-  check_choices(state_->totals, state_->options.experts);
   const std::uint64_t lost = read_signal(state_->totals.lost_on_host);
-  if (lost == 0) return;
   std::string text;
   const std::vector<rank_id>& ranks = state_->heap.region().ranks().node_ranks();
   for (std::size_t r = 0; r < ranks.size(); ++r) {
     if ((lost >> r & 1) != 0) text += fmt::format("{}{}", text.empty() ? "" : ", ", ranks[r].value);
   }
-  throw peer_error(fmt::format("ranks {} did not come to an exchange within {} ms", text,
-                               state_->options.timeout.count()),
-                   "do all ranks make the same calls? raise exchange_options::timeout");
+  if (!text.empty()) {
+    throw peer_error(fmt::format("ranks {} did not come to an exchange within {} ms", text,
+                                 state_->options.timeout.count()),
+                     "do all ranks make the same calls? raise exchange_options::timeout");
+  }
+  if (state_->across) state_->across->check();
+  check_choices(state_->totals, state_->options.experts);
 }
 
 const exchange_options& exchange::options() const noexcept {

@@ -79,9 +79,11 @@ struct exchange::state {
   /// The exchange whose receive buffers are the combine buffers.
   ep_shape gradient_shape() const;
   bool captured(native_stream stream) const;
-  /// For adapt() to wait for. A captured call is none yet: who replays it knows when and where.
-  /// Throws when the ranks are out of step.
-  void remember(native_stream stream);
+  void check_in_step() const;
+  /// Before a call enqueues anything: throws when the ranks are out of step, or what crosses nodes
+  /// cannot be called. And for adapt() to wait for the stream: a captured call is none yet, since
+  /// who replays it knows when and where.
+  void begin_call(native_stream stream);
   /// Where the borders between the tiers are.
   void see_device_rows();
 

@@ -2,6 +2,7 @@
 #include "tests/support/ep_cases.hpp"
 #include "tests/support/fault_driver.hpp"
 #include "tests/support/forwarding_driver.hpp"
+#include "tests/support/scoped_capture.hpp"
 #include "tests/support/thread_ranks.hpp"
 
 #include <evmm/comm/symmetric_buffer.hpp>
@@ -107,6 +108,81 @@ TEST(ep_nodes, a_rank_that_did_not_come_is_named_as_the_job_does) {
     }
     at.ranks->barrier("all have seen it");
     across.close();
+  });
+  for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
+}
+
+TEST(ep_nodes, a_rank_of_another_node_that_did_not_come_is_told) {
+  const auto bootstraps = make_thread_bootstraps(2, {"a", "b"});
+  const auto thrown = run_ranks(2, [&](int rank) {
+    const auto on = fault_driver::make(host_driver::make({}));
+    const rank_context at{.ranks = bootstraps[static_cast<std::size_t>(rank)], .on = on};
+    symmetric_heap heap(at.make());
+    symmetric_channel across(heap.region());
+    ep::exchange exchange(heap, across,
+                          {.experts = 2, .top_k = 2, .hidden = 128, .max_tokens = 1, .sms = 1});
+    ep::plan plan = exchange.make_plan();
+    const symmetric_buffer<std::uint16_t> x(heap, 128);
+    const symmetric_buffer<std::int64_t> ids(heap, 2);
+    on->synchronize(native_stream{});
+    ids.elements()[0] = 0;
+    ids.elements()[1] = 1;
+    exchange.dispatch({.x = x.local(), .topk_ids = ids.local(), .count = 1}, plan, nullptr);
+    across.synchronize(nullptr);
+    exchange.check();
+    at.ranks->barrier("one rank leaves");
+    const auto usual = at.ranks->timeout();
+    at.ranks->set_timeout(std::chrono::milliseconds(200));
+    if (rank == 0) {
+      exchange.combine(plan, x.local(), nullptr, nullptr);
+      on->synchronize(native_stream{});
+      EXPECT_THAT(thrown_by([&] { exchange.check(); }), ::testing::HasSubstr("rank 1"));
+      // What cannot be done is not begun.
+      on->clear_record();
+      EXPECT_THAT(thrown_by([&] { exchange.combine(plan, x.local(), nullptr, nullptr); }),
+                  ::testing::HasSubstr("rank 1"));
+      EXPECT_THAT(on->record_of_calls(), ::testing::Not(::testing::Contains(driver_call::launch)));
+    }
+    at.ranks->set_timeout(usual);
+    at.ranks->barrier("it was seen");
+    at.ranks->set_timeout(std::chrono::milliseconds(200));
+    EXPECT_NE(thrown_by([&] { across.close(); }), "");
+  });
+  for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
+}
+
+TEST(ep_nodes, a_capture_is_refused_before_anything_is_enqueued) {
+  const auto bootstraps = make_thread_bootstraps(2, {"a", "b"});
+  const auto thrown = run_ranks(2, [&](int rank) {
+    const auto on = fault_driver::make(host_driver::make({}));
+    const rank_context at{.ranks = bootstraps[static_cast<std::size_t>(rank)], .on = on};
+    symmetric_heap heap(at.make());
+    symmetric_channel across(heap.region());
+    ep::exchange exchange(heap, across,
+                          {.experts = 2, .top_k = 1, .hidden = 128, .max_tokens = 1, .sms = 1});
+    ep::plan plan = exchange.make_plan();
+    const native_stream stream = on->create_stream(at.device);
+    exchange.dispatch({}, plan, stream);
+    across.synchronize(stream);
+    on->clear_record();
+    {
+      scoped_capture graph(*on, stream);
+      const std::string why = "what crosses nodes cannot be captured";
+      EXPECT_THAT(thrown_by([&] { exchange.combine(plan, nullptr, nullptr, stream); }),
+                  ::testing::HasSubstr(why));
+      EXPECT_THAT(thrown_by([&] { exchange.dispatch_again({}, plan, stream); }),
+                  ::testing::HasSubstr(why));
+      EXPECT_THAT(thrown_by([&] { exchange.dispatch({}, plan, stream); }),
+                  ::testing::HasSubstr(why));
+      EXPECT_THAT(on->record_of_calls(), ::testing::Not(::testing::Contains(driver_call::launch)));
+      graph.end();
+    }
+    // The plan is what it was.
+    exchange.combine(plan, nullptr, nullptr, stream);
+    across.synchronize(stream);
+    exchange.check();
+    across.close();
+    on->destroy_stream(stream);
   });
   for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
 }

@@ -232,8 +232,9 @@ class exchange {
   /// on all ranks, and what symmetric_heap::migrate throws; what was received then counts for the
   /// next call still.
   std::size_t adapt(double headroom = 1.25, const uses& in_use = {});
-  /// Throws peer_error naming the ranks for which a kernel has waited in vain so far, and
-  /// invalid_argument when a token chose an expert that there is not.
+  /// Throws peer_error naming the ranks for which a kernel has waited in vain so far; across nodes
+  /// what the channel's check() throws; and once, invalid_argument when a token chose an expert
+  /// that there is not.
   void check();
 
   /// As given, but for device_rows and device_expert_rows, which are what there is: segments are
