@@ -139,12 +139,14 @@ token_arrays exchange::state::batch_of(const token_arrays& from, const plan& by,
   return batch;
 }
 
-void exchange::state::sum(const plan& by, const combine_output& to, bool weighted,
+void exchange::state::sum(const plan& by, const combine_output& to, bool gradients,
                           native_stream stream) {
-  if (by_expert()) steps->unpermute(shape, experts_at, weighted, stream);
-  steps->combine(shape, by.state_->batch, by.state_->arrays(), across ? across->sums(to) : to,
-                 totals, stream);
-  if (across) across->scatter(by.state_->nodes, to, stream);
+  if (by_expert()) steps->unpermute(shape, experts_at, !gradients, stream);
+  // Those of weights cross whoever wants them: a rank need not know what others give.
+  const bool with_weights = gradients && by.state_->call == calls_that_sent;
+  steps->combine(shape, by.state_->batch, by.state_->arrays(),
+                 across ? across->sums(with_weights) : to, totals, stream);
+  if (across) across->scatter(by.state_->nodes, to, with_weights, stream);
 }
 
 exchange::exchange(symmetric_heap& heap, const exchange_options& options)
@@ -209,7 +211,7 @@ void exchange::combine(const plan& by, void* out, const void* bias, native_strea
     refuse(fmt::format("combine into {} with bias {}", out, bias), "give rows aligned to 16 bytes");
   }
   s.begin_call(stream);
-  s.sum(by, {.sums = out, .bias = bias}, true, stream);
+  s.sum(by, {.sums = out, .bias = bias}, false, stream);
 }
 
 received exchange::combine_backward(const tokens& sums, const plan& by, const void* outputs,
@@ -248,7 +250,7 @@ void exchange::dispatch_backward(const plan& by, void* x, const std::int64_t* to
     refuse("bring back the gradients of weights: topk_ids is null", "give those of the dispatch");
   }
   s.begin_call(stream);
-  s.sum(by, {.sums = x, .weight_gradients = weights, .ids = topk_ids}, false, stream);
+  s.sum(by, {.sums = x, .weight_gradients = weights, .ids = topk_ids}, true, stream);
 }
 
 row_counts exchange::counts() {

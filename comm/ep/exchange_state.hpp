@@ -74,8 +74,9 @@ struct exchange::state {
   /// What this rank sends within its node: `from`, and what crosses nodes.
   token_arrays batch_of(const token_arrays& from, const plan& by, bool again, bool as_gradients,
                         native_stream stream);
-  /// Sums what is in the combine buffers, by expert within each rank first.
-  void sum(const plan& by, const combine_output& to, bool weighted, native_stream stream);
+  /// Sums what is in the combine buffers, by expert within each rank first, times the weights; or,
+  /// as `gradients`, without them.
+  void sum(const plan& by, const combine_output& to, bool gradients, native_stream stream);
   /// The exchange whose receive buffers are the combine buffers.
   ep_shape gradient_shape() const;
   bool captured(native_stream stream) const;

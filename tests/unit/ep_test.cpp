@@ -187,6 +187,49 @@ TEST(ep_nodes, a_capture_is_refused_before_anything_is_enqueued) {
   for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
 }
 
+/// A rank without tokens has no weights to give, and need not know who has.
+TEST(ep_nodes, gradients_of_weights_come_to_those_that_want_them) {
+  const auto bootstraps = make_thread_bootstraps(2, {"a", "b"});
+  const auto thrown = run_ranks(2, [&](int rank) {
+    const auto on = host_driver::make({});
+    const rank_context at{.ranks = bootstraps[static_cast<std::size_t>(rank)], .on = on};
+    symmetric_heap heap(at.make());
+    symmetric_channel across(heap.region());
+    ep::exchange exchange(heap, across,
+                          {.experts = 2, .top_k = 2, .hidden = 128, .max_tokens = 1, .sms = 1});
+    ep::plan plan = exchange.make_plan();
+    const symmetric_buffer<std::uint16_t> x(heap, 128);
+    const symmetric_buffer<std::int64_t> ids(heap, 2);
+    const symmetric_buffer<float> gradients(heap, 2);
+    on->synchronize(native_stream{});
+    ids.elements()[0] = 1;
+    ids.elements()[1] = 0;
+    ep::tokens mine{.x = x.local(), .topk_ids = ids.local(), .count = 1};
+    if (rank == 1) mine = {};
+    exchange.dispatch(mine, plan, nullptr);
+    exchange.combine(plan, x.local(), nullptr, nullptr);
+    exchange.combine_backward(mine, plan, nullptr, nullptr);
+    across.synchronize(nullptr);
+    // Rank 0 has one row, and so has rank 1.
+    exchange.weight_gradients()[0] = static_cast<float>(10 + rank);
+    exchange.weight_gradients()[1] = static_cast<float>(20 + rank);
+    at.ranks->barrier("gradients are there");
+    if (rank == 0) {
+      exchange.dispatch_backward(plan, x.local(), ids.local(), gradients.local(), nullptr);
+    } else {
+      exchange.dispatch_backward(plan, nullptr, nullptr, nullptr, nullptr);
+    }
+    across.synchronize(nullptr);
+    exchange.check();
+    if (rank == 0) {
+      EXPECT_EQ(gradients.elements()[0], 11);
+      EXPECT_EQ(gradients.elements()[1], 20);
+    }
+    across.close();
+  });
+  for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
+}
+
 TEST(ep_heap, what_needs_less_of_the_device_makes_room_for_what_needs_more) {
   const rank_context at{.ranks = make_thread_bootstraps(1)[0], .on = host_driver::make({})};
   symmetric_heap heap(at.make({.reserve = 1_GiB, .max_segments = 64}),

@@ -213,9 +213,8 @@ class exchange {
   /// The gradient of dispatch: sums what is in the combine buffers, the gradients of the received
   /// rows, into `x` (bf16 [tokens][hidden]), without weights. With `weights` (f32
   /// [tokens][top_k]) not null, the gradients of the weights come back as well, those of
-  /// `topk_ids`; 0 where nobody was chosen. Across nodes all ranks give weights, those without
-  /// tokens any pointer, or none does. By expert, and with weights across nodes, by the plan of the
-  /// last call that sent rows, as combine().
+  /// `topk_ids`; 0 where nobody was chosen. By expert, and with weights across nodes, by the plan
+  /// of the last call that sent rows, as combine().
   void dispatch_backward(const plan& by, void* x, const std::int64_t* topk_ids, float* weights,
                          native_stream stream);
 
