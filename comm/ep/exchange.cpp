@@ -119,20 +119,24 @@ void exchange::state::check_last(const plan& by, native_stream stream) const {
          "sum before other rows are sent, or make an exchange for each that is under way");
 }
 
+template <class Steps>
+void exchange::state::in_step(native_stream stream, const Steps& rest) {
+  out_of_step = !captured(stream);  // what is captured runs as a whole, or not at all
+  rest();
+  out_of_step = false;
+}
+
 void exchange::state::send(const ep_shape& as, const token_arrays& from, const plan& by,
                            native_stream stream) {
-  // What is captured runs as a whole, or not at all.
-  const bool runs = !captured(stream);
-  if (runs) ++ticket;
-  out_of_step = runs;
+  if (!captured(stream)) ++ticket;
   steps->send(as, from, by.state_->arrays(), totals, ticket, stream);
-  out_of_step = false;
   by.state_->call = ++calls_that_sent;
   if (by_expert()) steps->place(shape, experts_at, stream);
 }
 
 token_arrays exchange::state::batch_of(const token_arrays& from, const plan& by, bool again,
                                        bool as_gradients, native_stream stream) {
+  out_of_step = across != nullptr;  // until the rest of the call is done
   const token_arrays batch =
       across ? across->gather(from, by.state_->nodes, again, as_gradients, stream) : from;
   by.state_->batch = batch.count;
@@ -144,9 +148,14 @@ void exchange::state::sum(const plan& by, const combine_output& to, bool gradien
   if (by_expert()) steps->unpermute(shape, experts_at, !gradients, stream);
   // Those of weights cross whoever wants them: a rank need not know what others give.
   const bool with_weights = gradients && by.state_->call == calls_that_sent;
-  steps->combine(shape, by.state_->batch, by.state_->arrays(),
-                 across ? across->sums(with_weights) : to, totals, stream);
-  if (across) across->scatter(by.state_->nodes, to, with_weights, stream);
+  const auto combine = [&](const combine_output& into) {
+    steps->combine(shape, by.state_->batch, by.state_->arrays(), into, totals, stream);
+  };
+  if (!across) return combine(to);
+  in_step(stream, [&] {
+    combine(across->sums(with_weights));
+    across->scatter(by.state_->nodes, to, with_weights, stream);
+  });
 }
 
 exchange::exchange(symmetric_heap& heap, const exchange_options& options)
@@ -174,8 +183,10 @@ received exchange::dispatch(const tokens& from, plan& to, native_stream stream) 
   to.state_->count = from.count;
   const token_arrays arrays = s.batch_of(given, to, false, false, stream);
   s.steps->plan(s.shape, arrays, to.state_->arrays(), s.totals, stream);
-  s.send(s.shape, arrays, to, stream);
-  if (s.by_expert()) s.steps->permute(s.shape, s.experts_at, stream);
+  s.in_step(stream, [&] {
+    s.send(s.shape, arrays, to, stream);
+    if (s.by_expert()) s.steps->permute(s.shape, s.experts_at, stream);
+  });
   return s.output();
 }
 
@@ -194,8 +205,10 @@ received exchange::dispatch_again(const tokens& from, const plan& by, native_str
   s.begin_call(stream);
   const token_arrays arrays = s.batch_of(given, by, true, false, stream);
   s.steps->plan_again(s.shape, by.state_->arrays(), s.totals, stream);
-  s.send(s.shape, arrays, by, stream);
-  if (s.by_expert()) s.steps->permute(s.shape, s.experts_at, stream);
+  s.in_step(stream, [&] {
+    s.send(s.shape, arrays, by, stream);
+    if (s.by_expert()) s.steps->permute(s.shape, s.experts_at, stream);
+  });
   return s.output();
 }
 
@@ -226,8 +239,10 @@ received exchange::combine_backward(const tokens& sums, const plan& by, const vo
   s.begin_call(stream);
   const token_arrays arrays = s.batch_of(given, by, true, true, stream);
   s.steps->plan_again(s.shape, by.state_->arrays(), s.totals, stream);
-  s.send(s.gradient_shape(), arrays, by, stream);
-  if (s.by_expert()) s.steps->permute_gradients(s.shape, s.experts_at, outputs, stream);
+  s.in_step(stream, [&] {
+    s.send(s.gradient_shape(), arrays, by, stream);
+    if (s.by_expert()) s.steps->permute_gradients(s.shape, s.experts_at, outputs, stream);
+  });
   received out = s.output();
   out.x = combine_buffer();
   out.scales = nullptr;
@@ -255,6 +270,7 @@ void exchange::dispatch_backward(const plan& by, void* x, const std::int64_t* to
 
 row_counts exchange::counts() {
   state& s = *state_;
+  s.check_in_step();
   const auto end = std::chrono::steady_clock::now() + s.options.timeout + s.options.timeout;
   for (patience wait; read_signal(s.totals.ticket_on_host) < s.ticket; wait.spend()) {
     if (std::chrono::steady_clock::now() > end) {

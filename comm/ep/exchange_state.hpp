@@ -69,6 +69,10 @@ struct exchange::state {
   /// For sums of what lies as the last call that sent left it.
   void check_last(const plan& by, native_stream stream) const;
   received output() const;
+  /// The peers count on what comes behind the first of a call's steps: where one of `rest` throws,
+  /// this rank is out of step.
+  template <class Steps>
+  void in_step(native_stream stream, const Steps& rest);
   /// Behind a plan, and finds where what comes lies by expert.
   void send(const ep_shape& as, const token_arrays& from, const plan& by, native_stream stream);
   /// What this rank sends within its node: `from`, and what crosses nodes.
