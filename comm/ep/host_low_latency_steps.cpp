@@ -91,7 +91,8 @@ class host_low_latency_steps final : public low_latency_steps {
         place = -1;
         if ((slot.plan.masks[t] >> r & 1) == 0) continue;
         place = going[static_cast<std::size_t>(r)]++;
-        row.store(from, t, r, static_cast<std::size_t>(slot.plan.first[r] + place));
+        row.store(from, t, r,
+                  static_cast<std::size_t>(slot.plan.first[r]) + static_cast<std::size_t>(place));
       }
     }
     for (int r = 0; r < shape.ranks; ++r) {
