@@ -9,12 +9,14 @@
 #include <evmm/comm/symmetric_channel.hpp>
 #include <evmm/ep/exchange.hpp>
 #include <evmm/ep/low_latency.hpp>
+#include <evmm/ep/table.hpp>
 #include <evmm/host_driver.hpp>
 #include <evmm/units.hpp>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -228,6 +230,33 @@ TEST(ep_nodes, gradients_of_weights_come_to_those_that_want_them) {
     across.close();
   });
   for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
+}
+
+TEST(ep_heap, what_is_made_again_and_again_takes_no_more) {
+  const rank_context at{.ranks = make_thread_bootstraps(1)[0], .on = host_driver::make({})};
+  const std::function<void(symmetric_heap&)> exchange = [](symmetric_heap& heap) {
+    ep::exchange(heap, {.experts = 1, .top_k = 2, .hidden = 4096, .device_rows = 512, .sms = 1});
+  };
+  const std::function<void(symmetric_heap&)> table = [](symmetric_heap& heap) {
+    ep::table(heap, {.rows = 40'000,
+                     .row_bytes = 128,
+                     .tiers = tier_policy::device_first,
+                     .device_rows = 10'000,
+                     .max_batch = 1});
+  };
+  for (const auto& make : {exchange, table}) {
+    // Segments run short first, then memory.
+    for (const std::size_t device_limit : {512_MiB, 24_MiB}) {
+      symmetric_heap heap(at.make({.reserve = 4_GiB, .max_segments = 64}),
+                          {.growth_step = 2_MiB, .device_limit = device_limit});
+      std::size_t most = 0;
+      for (int round = 0; round < 40; ++round) {
+        make(heap);
+        most = std::max(most, heap.region().size());
+      }
+      EXPECT_LT(most, 512_MiB);
+    }
+  }
 }
 
 TEST(ep_heap, what_needs_less_of_the_device_makes_room_for_what_needs_more) {

@@ -143,8 +143,9 @@ class plan {
 ///
 /// Memory: buffers of a symmetric heap, sized for the worst case, of which `device_rows` lie on the
 ///   device. Outputs lie where the user's kernels read them: nothing is copied out. Rows in both
-///   tiers have segments of their own, new ones for each exchange; those of one that is gone are
-///   free memory of the heap, which symmetric_heap::trim() gives back before the next is made.
+///   tiers have segments of their own, new ones for each exchange. Those of one that is gone are
+///   free memory of the heap: where segments or memory run short, the next one gives back first
+///   what is free at the heap's end, as symmetric_heap::trim() does.
 /// Nodes: a token goes to each other node that has experts of it once, to the rank that has its
 ///   sender's index there, which sends it on as one of its own; the node's sum comes back the same
 ///   way, as bf16. Rows are then sorted by the rank of this node that sent them on, and `tokens`
