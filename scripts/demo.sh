@@ -78,26 +78,31 @@ demo=$evmm_root/build/release/demo
 log=$demo/log
 mkdir -p "$demo"
 picture=${picture:-$demo/picture.svg}
-if [ -z "$routing" ]; then
+# Whether one of these options of the example was given by hand: given 'OPTION...' ARGUMENTS...
+given() {
+  local option
+  for option in $1; do
+    [[ " ${*:2} " != *" $option "* && " ${*:2} " != *" $option="* ]] || return 0
+  done
+  return 1
+}
+generate='--skew --top-k --experts' # what is told of a routing that there is not yet
+if [ -z "$routing" ] && ! given "--routing $generate" "$@"; then
   for file in "$evmm_root"/../shared/routing/*_a_*.csv.gz; do
     [ ! -r "$file" ] || routing=$(realpath -- "$file")
   done
 fi
-# Whether an argument of the example was given by hand.
-given() {
-  local option=$1
-  shift
-  [[ " $* " == *" $option "* || " $* " == *" $option="* ]]
-}
-arguments=(--picture "$picture" --json "$demo/numbers.json")
+arguments=()
+given --picture "$@" || arguments+=(--picture "$picture")
+given --json "$@" || arguments+=(--json "$demo/numbers.json")
 # A worst case of about 64 MiB a rank, twice the device below.
-given --tokens "$@" || arguments+=(--tokens 1024)
+given --tokens "$@" || arguments+=(--tokens $((ranks > 4 ? (4095 + ranks) / ranks : 1024)))
 if [ -n "$routing" ]; then
   arguments+=(--routing "$routing")
   say "routing: $routing"
-else
+elif ! given --routing "$@"; then
   given --skew "$@" || arguments+=(--skew 1.2)
-  say "routing: generated, skewed (no recorded one under ../shared/routing)"
+  say "routing: generated, skewed"
 fi
 
 if [ "${EVMM_DRIVER:-}" != host ] && gpu_present; then
@@ -123,6 +128,7 @@ last=$(grep '^verified: ' "$log" | tail -n 1 || true)
 if [ "$status" -ne 0 ]; then
   die "the example failed with exit code $status; its output is above and in $log"
 fi
+if given '-h --help' "$@"; then exit 0; fi
 [ -n "$last" ] || die "the example ended without its line 'verified: ...'; its output is in $log"
 # The example says it last; should the launcher have spoken after it, it is said again.
 [ "$(tail -n 1 "$log")" = "$last" ] || printf '%s\n' "$last"

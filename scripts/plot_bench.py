@@ -4,8 +4,8 @@
 
 Reads what --benchmark_out writes. A family is a benchmark's name without its size, the argument
 called "bytes", or the one that --argument names ("threads"). Medians are plotted where there are
-repetitions, single runs otherwise; skipped cases are listed and left out. The exit code is 3 when
-no case matches.
+repetitions, single runs otherwise; skipped cases are listed and left out. The exit code is 3, and
+there is no plot, when no case matches.
 """
 
 import argparse
@@ -27,7 +27,10 @@ def read(paths, argument):
     runs, skipped, machine = defaultdict(lambda: defaultdict(list)), {}, ""
     for path in paths:
         with open(path, encoding="utf-8") as file:
-            results = json.load(file)
+            text = file.read()
+        if not text:  # what Google Benchmark writes when its filter matches nothing
+            continue
+        results = json.loads(text)
         context = results.get("context", {})
         machine = machine or ", ".join(context[key] for key in ("device", "driver") if key in context)
         for run in results["benchmarks"]:
@@ -150,9 +153,9 @@ def main():
     skipped = {name: reason for name, reason in skipped.items() if wanted.search(name)}
     for name, reason in skipped.items():
         print(f"skipped: {name}: {reason}", file=sys.stderr)
-    if skipped and not runs:
-        print("plot_bench: nothing to plot, every case was skipped", file=sys.stderr)
-        return
+    if not runs:
+        print("plot_bench: nothing to plot, no case was run", file=sys.stderr)
+        sys.exit(3)
     draw(options, {family: at for family, at in runs.items() if wanted.search(family)}, machine)
 
 

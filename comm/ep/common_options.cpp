@@ -59,7 +59,7 @@ token_arrays check_tokens(const tokens& from, const token_rules& rules) {
 }
 
 void check_choices(const ep_totals& totals, int experts) {
-  const std::uint64_t wrong = read_signal(totals.wrong_on_host);
+  const std::uint64_t wrong = __atomic_exchange_n(totals.wrong_on_host, 0, __ATOMIC_ACQ_REL);
   if (wrong == 0) return;
   throw invalid_argument(fmt::format("a token chose expert {}: there are {}", wrong - 1, experts),
                          "ids run from 0; -1 chooses nobody. The choice was left out");

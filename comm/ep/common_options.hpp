@@ -34,7 +34,7 @@ struct token_rules {
 };
 /// Throws invalid_argument.
 token_arrays check_tokens(const tokens& from, const token_rules& rules);
-/// Throws invalid_argument when a token chose an expert that there is not.
+/// Throws invalid_argument when a token chose an expert that there is not, once.
 void check_choices(const ep_totals& totals, int experts);
 
 /// The job of these ranks, with a heap of theirs.

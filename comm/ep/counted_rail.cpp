@@ -84,14 +84,14 @@ token_arrays counted_rail::gather(const token_arrays& given, rail_plan& plan, bo
           .count = count};
 }
 
-combine_output counted_rail::sums(const combine_output& wanted) const {
+combine_output counted_rail::sums(bool with_weights) const {
   return {.sums = buffers_.rows.sums.local(),
-          .weight_gradients =
-              wanted.weight_gradients == nullptr ? nullptr : buffers_.weight_sums.local(),
+          .weight_gradients = with_weights ? buffers_.weight_sums.local() : nullptr,
           .ids = buffers_.rows.ids.local()};
 }
 
-void counted_rail::scatter(const rail_plan& plan, const combine_output& to, native_stream stream) {
+void counted_rail::scatter(const rail_plan& plan, const combine_output& to, bool with_weights,
+                           native_stream stream) {
   const rail_options& options = way_.options();
   const auto back = [&](const auto& sums, const auto& returns, std::size_t bytes_each) {
     std::vector<rail_block> blocks;
@@ -105,7 +105,7 @@ void counted_rail::scatter(const rail_plan& plan, const combine_output& to, nati
     way_.cross(blocks, returns.offset(), options.max_tokens * bytes_each, stream);
   };
   back(buffers_.rows.sums, buffers_.rows.returns, way_.sum_bytes());
-  if (to.weight_gradients != nullptr) {
+  if (with_weights) {
     back(buffers_.weight_sums, buffers_.weight_returns,
          static_cast<std::size_t>(options.top_k) * sizeof(float));
   }
@@ -113,7 +113,7 @@ void counted_rail::scatter(const rail_plan& plan, const combine_output& to, nati
                                 .weight_gradients = buffers_.weight_returns.local()};
   way_.steps().add(way_.map(), static_cast<int>(plan.own), plan.places.local(),
                    static_cast<int>(options.max_tokens), static_cast<int>(options.hidden),
-                   options.top_k, sums(to), returned, to, stream);
+                   options.top_k, sums(with_weights), returned, to, stream);
 }
 
 }  // namespace evmm::ep

@@ -38,14 +38,19 @@ class counted_rail {
                counted_rail_buffers buffers);
 
   std::size_t nodes() const { return way_.nodes(); }
+  /// Throws what the channel broke with, if it did.
+  void check() const { way_.channel().check(); }
+  void check_call(native_stream stream) const { way_.check_call(stream); }
   /// This rank's tokens and those of its rail that have experts here, as tokens of the node, whose
   /// experts count in the order of its ranks. `again`: by a plan that is full.
   token_arrays gather(const token_arrays& given, rail_plan& plan, bool again, bool as_gradients,
                       native_stream stream);
-  /// Where the node's sums of that batch go.
-  combine_output sums(const combine_output& wanted) const;
-  /// Returns them, and adds up what comes.
-  void scatter(const rail_plan& plan, const combine_output& to, native_stream stream);
+  /// Where the node's sums of that batch go, and its gradients of weights.
+  combine_output sums(bool with_weights) const;
+  /// Returns them, and adds up what comes. What crosses is the same on all ranks, whichever of them
+  /// want gradients of weights.
+  void scatter(const rail_plan& plan, const combine_output& to, bool with_weights,
+               native_stream stream);
 
  private:
   void exchange_counts(rail_plan& plan, native_stream stream);

@@ -59,7 +59,7 @@ std::size_t elastic_rows::device_rows() const {
   return std::min(rows_, (end - offset()) / row_bytes_);
 }
 
-void elastic_rows::move_border(std::size_t device_rows, const uses& in_use) {
+void elastic_rows::move_border(tier kind, std::size_t device_rows, const uses& in_use) {
   if (!pool_) return;
   symmetric_heap& heap = bytes_.heap();
   const symmetric_region& region = heap.region();
@@ -71,9 +71,9 @@ void elastic_rows::move_border(std::size_t device_rows, const uses& in_use) {
       border = std::min(one.offset + one.bytes, end);
     }
   }
-  // Room on the device first.
-  if (border < end) heap.migrate(border, end - border, tier::host, in_use);
-  if (border > offset()) heap.migrate(offset(), border - offset(), tier::device, in_use);
+  const std::size_t from = kind == tier::device ? offset() : border;
+  const std::size_t to = kind == tier::device ? border : end;
+  if (from < to) heap.migrate(from, to - from, kind, in_use);
 }
 
 }  // namespace evmm::ep

@@ -23,8 +23,9 @@ class elastic_rows {
   std::size_t offset() const { return bytes_.offset(); }
   /// Rows that lie on the device as a whole.
   std::size_t device_rows() const;
-  /// Puts the border at the first end of a segment that leaves `device_rows` on the device.
-  void move_border(std::size_t device_rows, const uses& in_use);
+  /// Half of a move of the border to the first end of a segment that leaves `device_rows` on the
+  /// device: what then lies in `kind` goes there. Host memory first makes room on the device.
+  void move_border(tier kind, std::size_t device_rows, const uses& in_use);
 
  private:
   std::size_t rows_, row_bytes_;

@@ -126,7 +126,8 @@ struct ep_totals {
 
 /// What a low-latency exchange knows beside its shape; of one set of buffers.
 struct low_latency_slot {
-  std::uint64_t source_rows = 0;  ///< offset of i32 [ranks]: rows that came from each
+  std::uint64_t told_rows = 0;  ///< offset of i32 [ranks]: how many come, as each rank stores it
+  std::int32_t* source_rows = nullptr;  ///< [ranks]: how many came; 0 from the dead
   int max_tokens = 0;
   plan_arrays plan;               ///< of the tokens under way; `first` never changes
   std::uint64_t* dead = nullptr;  ///< a bit for each rank

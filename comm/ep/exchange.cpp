@@ -82,13 +82,17 @@ bool exchange::state::captured(native_stream stream) const {
   return on().capture(stream).status != capture_status::none;
 }
 
-void exchange::state::remember(native_stream stream) {
-  if (out_of_step) {
-    throw driver_error(
-        "a dispatch of this exchange failed between its steps: this rank told the "
-        "others of rows that it did not send",
-        "make another exchange on all ranks");
-  }
+void exchange::state::check_in_step() const {
+  if (!out_of_step) return;
+  throw driver_error(
+      "a dispatch of this exchange failed between its steps: this rank told the "
+      "others of rows that it did not send",
+      "make another exchange on all ranks");
+}
+
+void exchange::state::begin_call(native_stream stream) {
+  if (across) across->check_call(stream);
+  check_in_step();
   if (!captured(stream) && std::find(streams.begin(), streams.end(), stream) == streams.end()) {
     streams.push_back(stream);
   }
@@ -115,32 +119,43 @@ void exchange::state::check_last(const plan& by, native_stream stream) const {
          "sum before other rows are sent, or make an exchange for each that is under way");
 }
 
+template <class Steps>
+void exchange::state::in_step(native_stream stream, const Steps& rest) {
+  out_of_step = !captured(stream);  // what is captured runs as a whole, or not at all
+  rest();
+  out_of_step = false;
+}
+
 void exchange::state::send(const ep_shape& as, const token_arrays& from, const plan& by,
                            native_stream stream) {
-  // What is captured runs as a whole, or not at all.
-  const bool runs = !captured(stream);
-  if (runs) ++ticket;
-  out_of_step = runs;
+  if (!captured(stream)) ++ticket;
   steps->send(as, from, by.state_->arrays(), totals, ticket, stream);
-  out_of_step = false;
   by.state_->call = ++calls_that_sent;
   if (by_expert()) steps->place(shape, experts_at, stream);
 }
 
 token_arrays exchange::state::batch_of(const token_arrays& from, const plan& by, bool again,
                                        bool as_gradients, native_stream stream) {
+  out_of_step = across != nullptr;  // until the rest of the call is done
   const token_arrays batch =
       across ? across->gather(from, by.state_->nodes, again, as_gradients, stream) : from;
   by.state_->batch = batch.count;
   return batch;
 }
 
-void exchange::state::sum(const plan& by, const combine_output& to, bool weighted,
+void exchange::state::sum(const plan& by, const combine_output& to, bool gradients,
                           native_stream stream) {
-  if (by_expert()) steps->unpermute(shape, experts_at, weighted, stream);
-  steps->combine(shape, by.state_->batch, by.state_->arrays(), across ? across->sums(to) : to,
-                 totals, stream);
-  if (across) across->scatter(by.state_->nodes, to, stream);
+  if (by_expert()) steps->unpermute(shape, experts_at, !gradients, stream);
+  // Those of weights cross whoever wants them: a rank need not know what others give.
+  const bool with_weights = gradients && by.state_->call == calls_that_sent;
+  const auto combine = [&](const combine_output& into) {
+    steps->combine(shape, by.state_->batch, by.state_->arrays(), into, totals, stream);
+  };
+  if (!across) return combine(to);
+  in_step(stream, [&] {
+    combine(across->sums(with_weights));
+    across->scatter(by.state_->nodes, to, with_weights, stream);
+  });
 }
 
 exchange::exchange(symmetric_heap& heap, const exchange_options& options)
@@ -163,13 +178,15 @@ received exchange::dispatch(const tokens& from, plan& to, native_stream stream) 
   state& s = *state_;
   s.check_made_here(to);
   const token_arrays given = s.arrays_of(from, false);
-  s.remember(stream);
+  s.begin_call(stream);
   to.state_->call = 0;
   to.state_->count = from.count;
   const token_arrays arrays = s.batch_of(given, to, false, false, stream);
   s.steps->plan(s.shape, arrays, to.state_->arrays(), s.totals, stream);
-  s.send(s.shape, arrays, to, stream);
-  if (s.by_expert()) s.steps->permute(s.shape, s.experts_at, stream);
+  s.in_step(stream, [&] {
+    s.send(s.shape, arrays, to, stream);
+    if (s.by_expert()) s.steps->permute(s.shape, s.experts_at, stream);
+  });
   return s.output();
 }
 
@@ -185,11 +202,13 @@ token_arrays exchange::state::arrays_of_plan(const tokens& from, const plan& by,
 received exchange::dispatch_again(const tokens& from, const plan& by, native_stream stream) {
   state& s = *state_;
   const token_arrays given = s.arrays_of_plan(from, by, false);
-  s.remember(stream);
+  s.begin_call(stream);
   const token_arrays arrays = s.batch_of(given, by, true, false, stream);
   s.steps->plan_again(s.shape, by.state_->arrays(), s.totals, stream);
-  s.send(s.shape, arrays, by, stream);
-  if (s.by_expert()) s.steps->permute(s.shape, s.experts_at, stream);
+  s.in_step(stream, [&] {
+    s.send(s.shape, arrays, by, stream);
+    if (s.by_expert()) s.steps->permute(s.shape, s.experts_at, stream);
+  });
   return s.output();
 }
 
@@ -204,8 +223,8 @@ void exchange::combine(const plan& by, void* out, const void* bias, native_strea
   if (by.tokens() > 0 && (out == nullptr || !aligned_rows(out) || !aligned_rows(bias))) {
     refuse(fmt::format("combine into {} with bias {}", out, bias), "give rows aligned to 16 bytes");
   }
-  s.remember(stream);
-  s.sum(by, {.sums = out, .bias = bias}, true, stream);
+  s.begin_call(stream);
+  s.sum(by, {.sums = out, .bias = bias}, false, stream);
 }
 
 received exchange::combine_backward(const tokens& sums, const plan& by, const void* outputs,
@@ -217,11 +236,13 @@ received exchange::combine_backward(const tokens& sums, const plan& by, const vo
            s.by_expert() ? "give rows aligned to 16 bytes"
                          : "by source the user writes them to weight_gradients()");
   }
-  s.remember(stream);
+  s.begin_call(stream);
   const token_arrays arrays = s.batch_of(given, by, true, true, stream);
   s.steps->plan_again(s.shape, by.state_->arrays(), s.totals, stream);
-  s.send(s.gradient_shape(), arrays, by, stream);
-  if (s.by_expert()) s.steps->permute_gradients(s.shape, s.experts_at, outputs, stream);
+  s.in_step(stream, [&] {
+    s.send(s.gradient_shape(), arrays, by, stream);
+    if (s.by_expert()) s.steps->permute_gradients(s.shape, s.experts_at, outputs, stream);
+  });
   received out = s.output();
   out.x = combine_buffer();
   out.scales = nullptr;
@@ -243,12 +264,13 @@ void exchange::dispatch_backward(const plan& by, void* x, const std::int64_t* to
   if (weights != nullptr && topk_ids == nullptr) {
     refuse("bring back the gradients of weights: topk_ids is null", "give those of the dispatch");
   }
-  s.remember(stream);
-  s.sum(by, {.sums = x, .weight_gradients = weights, .ids = topk_ids}, false, stream);
+  s.begin_call(stream);
+  s.sum(by, {.sums = x, .weight_gradients = weights, .ids = topk_ids}, true, stream);
 }
 
 row_counts exchange::counts() {
   state& s = *state_;
+  s.check_in_step();
   const auto end = std::chrono::steady_clock::now() + s.options.timeout + s.options.timeout;
   for (patience wait; read_signal(s.totals.ticket_on_host) < s.ticket; wait.spend()) {
     if (std::chrono::steady_clock::now() > end) {
@@ -312,16 +334,20 @@ std::size_t exchange::adapt(double headroom, const uses& in_use) {
     all.received = std::max(all.received, said[r].received);
     all.by_expert = std::max(all.by_expert, said[r].by_expert);
   }
-  const auto follow = [&](std::optional<elastic_rows>& rows, std::uint64_t most) {
+  const auto follow = [&](tier kind, std::optional<elastic_rows>& rows, std::uint64_t most) {
     if (!rows || most == 0) return;
-    rows->move_border(static_cast<std::size_t>(std::ceil(static_cast<double>(most) * headroom)),
+    rows->move_border(kind,
+                      static_cast<std::size_t>(std::ceil(static_cast<double>(most) * headroom)),
                       {.streams = streams, .events = in_use.events});
   };
   try {
-    follow(s.buffers->x, all.received);
-    follow(s.buffers->y, all.received);
-    follow(s.buffers->expert_x, all.by_expert);
-    follow(s.buffers->expert_y, all.by_expert);
+    // What leaves the device makes room there for what comes, of whichever buffer.
+    for (const tier kind : {tier::host, tier::device}) {
+      follow(kind, s.buffers->x, all.received);
+      follow(kind, s.buffers->y, all.received);
+      follow(kind, s.buffers->expert_x, all.by_expert);
+      follow(kind, s.buffers->expert_y, all.by_expert);
+    }
   } catch (...) {
     s.see_device_rows();
     throw;
@@ -335,17 +361,19 @@ std::size_t exchange::adapt(double headroom, const uses& in_use) {
 }
 
 void exchange::check() {
-  check_choices(state_->totals, state_->options.experts);
   const std::uint64_t lost = read_signal(state_->totals.lost_on_host);
-  if (lost == 0) return;
   std::string text;
   const std::vector<rank_id>& ranks = state_->heap.region().ranks().node_ranks();
   for (std::size_t r = 0; r < ranks.size(); ++r) {
     if ((lost >> r & 1) != 0) text += fmt::format("{}{}", text.empty() ? "" : ", ", ranks[r].value);
   }
-  throw peer_error(fmt::format("ranks {} did not come to an exchange within {} ms", text,
-                               state_->options.timeout.count()),
-                   "do all ranks make the same calls? raise exchange_options::timeout");
+  if (!text.empty()) {
+    throw peer_error(fmt::format("ranks {} did not come to an exchange within {} ms", text,
+                                 state_->options.timeout.count()),
+                     "do all ranks make the same calls? raise exchange_options::timeout");
+  }
+  if (state_->across) state_->across->check();
+  check_choices(state_->totals, state_->options.experts);
 }
 
 const exchange_options& exchange::options() const noexcept {

@@ -52,6 +52,16 @@ void check_options(const exchange_options& given, const job_shape& job) {
   }
 }
 
+/// Buffers of rows that lie in both tiers.
+std::size_t elastic_buffers(const exchange_options& options, const job_shape& job) {
+  const auto two = [](std::size_t on_device, std::size_t rows) -> std::size_t {
+    return on_device != 0 && on_device < rows ? 2 : 0;
+  };
+  const bool by_expert = options.arranged == layout::by_expert;
+  return two(options.device_rows, rows_of(options, job)) +
+         (by_expert ? two(options.device_expert_rows, expert_rows_of(options, job)) : 0);
+}
+
 /// Words of the page-locked memory: what ep_totals points to, then the totals.
 enum : std::size_t { k_ticket, k_lost, k_wrong, k_most_rows, k_most_expert_rows, k_totals };
 
@@ -123,7 +133,10 @@ exchange::state::state(symmetric_heap& given, symmetric_channel* channel,
   });
   shape = common_shape(options, region.view(), ranks.size());
   heap_source from(heap);
-  exchange_buffers& own = buffers.emplace(from, options, shape, job);
+  const std::size_t elastic = elastic_buffers(options, job);
+  take_with_segments(heap, elastic * 2 * static_cast<std::size_t>(options.adapt_steps),
+                     [&] { buffers.emplace(from, options, shape, job); });
+  exchange_buffers& own = *buffers;
   if (job.nodes > 1) {
     across = std::make_unique<counted_rail>(heap, *channel, options, std::move(*own.across));
     shape.quantize = false;  // rows are before they cross

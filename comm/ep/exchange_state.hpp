@@ -69,19 +69,26 @@ struct exchange::state {
   /// For sums of what lies as the last call that sent left it.
   void check_last(const plan& by, native_stream stream) const;
   received output() const;
+  /// The peers count on what comes behind the first of a call's steps: where one of `rest` throws,
+  /// this rank is out of step.
+  template <class Steps>
+  void in_step(native_stream stream, const Steps& rest);
   /// Behind a plan, and finds where what comes lies by expert.
   void send(const ep_shape& as, const token_arrays& from, const plan& by, native_stream stream);
   /// What this rank sends within its node: `from`, and what crosses nodes.
   token_arrays batch_of(const token_arrays& from, const plan& by, bool again, bool as_gradients,
                         native_stream stream);
-  /// Sums what is in the combine buffers, by expert within each rank first.
-  void sum(const plan& by, const combine_output& to, bool weighted, native_stream stream);
+  /// Sums what is in the combine buffers, by expert within each rank first, times the weights; or,
+  /// as `gradients`, without them.
+  void sum(const plan& by, const combine_output& to, bool gradients, native_stream stream);
   /// The exchange whose receive buffers are the combine buffers.
   ep_shape gradient_shape() const;
   bool captured(native_stream stream) const;
-  /// For adapt() to wait for. A captured call is none yet: who replays it knows when and where.
-  /// Throws when the ranks are out of step.
-  void remember(native_stream stream);
+  void check_in_step() const;
+  /// Before a call enqueues anything: throws when the ranks are out of step, or what crosses nodes
+  /// cannot be called. And for adapt() to wait for the stream: a captured call is none yet, since
+  /// who replays it knows when and where.
+  void begin_call(native_stream stream);
   /// Where the borders between the tiers are.
   void see_device_rows();
 

@@ -42,13 +42,6 @@ fixed_rail::fixed_rail(symmetric_heap& heap, symmetric_channel& channel,
   });
 }
 
-void fixed_rail::check_call(native_stream stream) const {
-  check();
-  if (way_.on().capture(stream).status == capture_status::none) return;
-  throw unsupported("ep::low_latency_exchange: what crosses nodes cannot be captured",
-                    "call it between launches of the graph");
-}
-
 template <class T>
 void fixed_rail::cross(const symmetric_buffer<T>& from, const symmetric_buffer<T>& to,
                        std::size_t most) {

@@ -49,9 +49,7 @@ class fixed_rail {
 
   /// Throws what the channel broke with, if it did.
   void check() const { way_.channel().check(); }
-  /// Before a call enqueues anything: the same, and unsupported for a stream that is being
-  /// captured.
-  void check_call(native_stream stream) const;
+  void check_call(native_stream stream) const { way_.check_call(stream); }
 
   /// This rank's tokens, which `stream` may write anew, and those of its rail that have experts
   /// here, as tokens of the node, whose experts count in the order of its ranks. `most` of each

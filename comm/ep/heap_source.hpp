@@ -4,14 +4,41 @@
 #include "comm/ep/owned_pool.hpp"
 #include "comm/heap/heap_blocks.hpp"
 #include "lib/memory/device_scope.hpp"
+#include "lib/memory/segment_plan.hpp"
 
 #include <evmm/comm/symmetric_buffer.hpp>
 #include <evmm/ep/footprint.hpp>
+#include <evmm/error.hpp>
 
 #include <cstddef>
 #include <optional>
 
 namespace evmm::ep {
+
+/// Whether a region grows in larger steps than it is asked to before it has so many segments more.
+inline bool segments_run_short(const symmetric_region& region, std::size_t more) {
+  const segment_limits limits{.reserved = region.reserved(),
+                              .granularity = region.granularity(),
+                              .max_segments = region.max_segments(),
+                              .max_segment_bytes = region.reserved()};
+  const std::size_t before_last = region.segments(region.ranks().rank()).size() + more - 1;
+  return before_last >= limits.max_segments || region.size() >= limits.reserved ||
+         next_segment_bytes(limits, region.size(), before_last, 1) > limits.granularity;
+}
+
+/// Collective: `take` takes memory of a heap, up to so many segments of its own among it. What
+/// objects that are gone had in segments of theirs lies free at the heap's end: it is given back
+/// where segments or memory run short.
+template <class Take>
+void take_with_segments(symmetric_heap& heap, std::size_t segments, const Take& take) {
+  if (segments > 0 && segments_run_short(heap.region(), segments)) heap.trim();
+  try {
+    take();
+  } catch (const out_of_memory&) {  // on all ranks
+    if (segments == 0 || heap.trim() == 0) throw;
+    take();
+  }
+}
 
 /// Where an object's buffers come from: a heap, or nowhere, to tell what they would take. So that
 /// what is told is what is taken, both go through the same code. All calls are the heap's.

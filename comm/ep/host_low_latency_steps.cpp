@@ -91,22 +91,23 @@ class host_low_latency_steps final : public low_latency_steps {
         place = -1;
         if ((slot.plan.masks[t] >> r & 1) == 0) continue;
         place = going[static_cast<std::size_t>(r)]++;
-        row.store(from, t, r, static_cast<std::size_t>(slot.plan.first[r] + place));
+        row.store(from, t, r,
+                  static_cast<std::size_t>(slot.plan.first[r]) + static_cast<std::size_t>(place));
       }
     }
     for (int r = 0; r < shape.ranks; ++r) {
       if (is_dead(*slot.dead, r)) continue;
-      shape.at<std::int32_t>(r, slot.source_rows)[shape.rank] = going[static_cast<std::size_t>(r)];
+      shape.at<std::int32_t>(r, slot.told_rows)[shape.rank] = going[static_cast<std::size_t>(r)];
     }
   }
 
   void receive(int set, const ep_shape& shape, const low_latency_slot& slot,
                const ep_totals& totals) const {
     wait_for_living(shape, slot, flag_kind::rows, totals, sent_[set]);
+    // Kept apart from what was told: a rank that is dead may come yet, and tell.
+    const auto* const told = shape.at<std::int32_t>(shape.rank, slot.told_rows);
     for (int r = 0; r < shape.ranks; ++r) {
-      if (is_dead(*slot.dead, r)) {
-        shape.at<std::int32_t>(shape.rank, slot.source_rows)[r] = 0;
-      }
+      slot.source_rows[r] = is_dead(*slot.dead, r) ? 0 : told[r];
     }
   }
 

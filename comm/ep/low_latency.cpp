@@ -201,8 +201,8 @@ std::uint64_t low_latency_exchange::dead_ranks() const {
 }
 
 void low_latency_exchange::check() {
-  check_choices(state_->totals, state_->options.experts);
   if (state_->across) state_->across->check();
+  check_choices(state_->totals, state_->options.experts);
 }
 
 const low_latency_options& low_latency_exchange::options() const noexcept {

@@ -44,6 +44,14 @@ struct low_latency_shared {
   }
 };
 
+/// By a block that has waited for the rows, and found out who is dead: those may come yet, and
+/// tell.
+__device__ __forceinline__ void keep_source_rows(const ep_shape& shape,
+                                                 const low_latency_slot& slot, std::uint64_t dead) {
+  const auto* const told = shape.at<std::int32_t>(shape.rank, slot.told_rows);
+  for_ranks(shape, [&](int r) { slot.source_rows[r] = is_dead(dead, r) ? 0 : __ldcg(told + r); });
+}
+
 /// Every block finds for itself where each token goes; each warp then takes token after token as in
 /// send_kernel. Rows of this rank have places of their own at every peer.
 __global__ void __launch_bounds__(k_low_latency_warps * 32)
@@ -92,11 +100,11 @@ __global__ void __launch_bounds__(k_low_latency_warps * 32)
       }
     }
     __syncthreads();
-    if (blockIdx.x == 0 && threadIdx.x < static_cast<unsigned>(shape.ranks)) {
-      const auto r = static_cast<int>(threadIdx.x);
-      if (!is_dead(dead, r)) {
-        shape.at<std::int32_t>(r, slot.source_rows)[shape.rank] = know.before(r, from.count);
-      }
+    if (blockIdx.x == 0) {
+      for_ranks(shape, [&](int r) {
+        if (is_dead(dead, r)) return;
+        shape.at<std::int32_t>(r, slot.told_rows)[shape.rank] = know.before(r, from.count);
+      });
     }
 
     for (int t = first; t < from.count; t += static_cast<int>(gridDim.x) * warps) {
@@ -123,11 +131,8 @@ __global__ void __launch_bounds__(k_low_latency_warps * 32)
     --round;  // that of the issue
   }
   if (parts.wait && blockIdx.x == 0) {
-    const std::uint64_t now = wait_for_living(shape, flag_kind::rows, totals, round, slot.dead);
-    const auto r = static_cast<int>(threadIdx.x);
-    if (r < shape.ranks && is_dead(now, r)) {
-      shape.at<std::int32_t>(shape.rank, slot.source_rows)[r] = 0;
-    }
+    keep_source_rows(shape, slot,
+                     wait_for_living(shape, flag_kind::rows, totals, round, slot.dead));
   }
 }
 
@@ -149,13 +154,12 @@ __global__ void __launch_bounds__(k_low_latency_warps * 32)
   const std::uint64_t now =
       wait_for_living(shape, flag_kind::rows, totals, __ldcg(rounds), slot.dead);
   fence_bulk();  // rows that have come are loaded by bulk copies
-  auto* const source_rows = shape.at<std::int32_t>(shape.rank, slot.source_rows);
+  const auto* const told = shape.at<std::int32_t>(shape.rank, slot.told_rows);
   const place_range group = place_group(shape, to, static_cast<int>(blockIdx.x), [&](int place) {
     const int source = place / to.rows.stride;
-    return !is_dead(now, source) && place % to.rows.stride < __ldcg(source_rows + source);
+    return !is_dead(now, source) && place % to.rows.stride < __ldcg(told + source);
   });
-  const auto r = static_cast<int>(threadIdx.x);
-  if (blockIdx.x == 0 && r < shape.ranks && is_dead(now, r)) source_rows[r] = 0;
+  if (blockIdx.x == 0) keep_source_rows(shape, slot, now);
   __syncthreads();  // row_places are there
   const char* const x = shape.at<char>(shape.rank, shape.x);
   const float* const scales = shape.at<float>(shape.rank, shape.scales);

@@ -64,6 +64,7 @@ low_latency_buffers::low_latency_buffers(heap_source& from, const low_latency_op
   make(tokens, places);
   make(plan_places, places);
   make(plan_first, ranks);
+  make(told_rows, ranks);
   make(source_rows, ranks);
   make(y, places * options.hidden);
   if (options.arranged != layout::by_expert) return;
@@ -88,7 +89,8 @@ void low_latency_buffers::wire(int batch, std::uint64_t* dead) {
   shape.tokens = tokens.offset();
   shape.y = y.offset();
   slot = {
-      .source_rows = source_rows.offset(),
+      .told_rows = told_rows.offset(),
+      .source_rows = source_rows.local(),
       .max_tokens = batch,
       .plan = {.masks = masks.local(), .places = plan_places.local(), .first = plan_first.local()},
       .dead = dead};

@@ -32,7 +32,7 @@ struct low_latency_buffers {
   symmetric_buffer<std::uint64_t> flags, masks;
   symmetric_buffer<std::byte> x;
   symmetric_buffer<float> scales, weights;
-  symmetric_buffer<std::int32_t> experts, tokens, source_rows, plan_places, plan_first;
+  symmetric_buffer<std::int32_t> experts, tokens, told_rows, source_rows, plan_places, plan_first;
   symmetric_buffer<std::uint16_t> y;
   /// By expert only.
   symmetric_buffer<std::byte> expert_x;

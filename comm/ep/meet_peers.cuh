@@ -15,29 +15,34 @@ __device__ __forceinline__ std::uint64_t nanoseconds_now() {
   return now;
 }
 
-/// Thread r of the first `ranks` tells rank r. What the block wrote before it synchronised, and
-/// what it has seen of others, is visible to whoever sees the flag.
-__device__ __forceinline__ void tell_peers(const ep_shape& shape, flag_kind kind) {
-  if (threadIdx.x < static_cast<unsigned>(shape.ranks)) {
-    signal_add(shape.flag(static_cast<int>(threadIdx.x), kind, shape.rank), 1);
+/// Calls `visit(r)` for each rank, in a thread of the block: in thread r, where there are as many.
+template <class Visit>
+__device__ __forceinline__ void for_ranks(const ep_shape& shape, const Visit& visit) {
+  for (int r = static_cast<int>(threadIdx.x); r < shape.ranks; r += static_cast<int>(blockDim.x)) {
+    visit(r);
   }
 }
 
-/// Thread r of the first `ranks` waits for rank r, as long as the timeout allows.
+/// Tells each rank. What the block wrote before it synchronised, and what it has seen of others, is
+/// visible to whoever sees the flag.
+__device__ __forceinline__ void tell_peers(const ep_shape& shape, flag_kind kind) {
+  for_ranks(shape, [&](int r) { signal_add(shape.flag(r, kind, shape.rank), 1); });
+}
+
+/// Waits for each rank, as long as the timeout allows.
 __device__ __forceinline__ void wait_for_peers(const ep_shape& shape, flag_kind kind,
                                                const ep_totals& totals, std::uint64_t round) {
-  if (threadIdx.x < static_cast<unsigned>(shape.ranks)) {
-    const std::uint64_t* flag = shape.flag(shape.rank, kind, static_cast<int>(threadIdx.x));
-    const std::uint64_t goal = shape.goal(kind, round);
-    const std::uint64_t begin = nanoseconds_now();
+  const std::uint64_t goal = shape.goal(kind, round);
+  const std::uint64_t begin = nanoseconds_now();
+  for_ranks(shape, [&](int r) {
+    const std::uint64_t* flag = shape.flag(shape.rank, kind, r);
     while (read_signal(flag) < goal) {
       if (nanoseconds_now() - begin > shape.timeout_ns) {
-        atomicOr_system(reinterpret_cast<unsigned long long*>(totals.lost_on_host),
-                        1ull << threadIdx.x);
+        atomicOr_system(reinterpret_cast<unsigned long long*>(totals.lost_on_host), 1ull << r);
         break;
       }
     }
-  }
+  });
 }
 
 /// A kernel's round: each block counts its own, since they do not start and end together. Counted
@@ -75,27 +80,26 @@ __device__ __forceinline__ std::uint64_t read_dead(const std::uint64_t* word) {
   return __ldcg(reinterpret_cast<const unsigned long long*>(word));
 }
 
-/// Thread r of the first `ranks` tells rank r, unless it is dead.
+/// Tells each rank, unless it is dead.
 __device__ __forceinline__ void tell_living(const ep_shape& shape, flag_kind kind,
                                             std::uint64_t dead) {
-  const auto r = static_cast<int>(threadIdx.x);
-  if (r < shape.ranks && !is_dead(dead, r)) {
-    signal_add(shape.flag(r, kind, shape.rank), 1);
-  }
+  for_ranks(shape, [&](int r) {
+    if (!is_dead(dead, r)) signal_add(shape.flag(r, kind, shape.rank), 1);
+  });
 }
 
-/// Thread r of the first `ranks` waits for rank r, which is dead when it does not come in time.
-/// Returns who is dead then, to all threads of the block.
+/// Waits for each rank, which is dead when it does not come in time. Returns who is dead then, to
+/// all threads of the block.
 __device__ __forceinline__ std::uint64_t wait_for_living(const ep_shape& shape, flag_kind kind,
                                                          const ep_totals& totals,
                                                          std::uint64_t round,
                                                          std::uint64_t* dead_word) {
   const std::uint64_t dead = read_dead(dead_word);
-  const auto r = static_cast<int>(threadIdx.x);
-  if (r < shape.ranks && !is_dead(dead, r)) {
+  const std::uint64_t goal = shape.goal(kind, round);
+  const std::uint64_t begin = nanoseconds_now();
+  for_ranks(shape, [&](int r) {
+    if (is_dead(dead, r)) return;
     const std::uint64_t* flag = shape.flag(shape.rank, kind, r);
-    const std::uint64_t goal = shape.goal(kind, round);
-    const std::uint64_t begin = nanoseconds_now();
     while (read_signal(flag) < goal) {
       if (nanoseconds_now() - begin > shape.timeout_ns) {
         atomicOr(reinterpret_cast<unsigned long long*>(dead_word), 1ull << r);
@@ -103,7 +107,7 @@ __device__ __forceinline__ std::uint64_t wait_for_living(const ep_shape& shape, 
         break;
       }
     }
-  }
+  });
   __threadfence();
   __syncthreads();
   return read_dead(dead_word);

@@ -84,6 +84,13 @@ rail::rail(symmetric_heap& heap, symmetric_channel& channel, const rail_options&
   });
 }
 
+void rail::check_call(native_stream stream) const {
+  channel_.check();
+  if (on().capture(stream).status == capture_status::none) return;
+  throw unsupported(fmt::format("{}: what crosses nodes cannot be captured", options_.who),
+                    "call it between launches of the graph");
+}
+
 token_arrays rail::prepare(const token_arrays& given, const token_batch& own,
                            native_stream stream) const {
   token_arrays from = given;

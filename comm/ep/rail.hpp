@@ -104,6 +104,9 @@ class rail {
   }
   std::size_t sum_bytes() const { return options_.hidden * sizeof(std::uint16_t); }
 
+  /// Before a call enqueues anything: throws what the channel broke with, if it did, and
+  /// unsupported for a stream that is being captured.
+  void check_call(native_stream stream) const;
   /// The tokens as they cross. Those that are to be quantised are first, into `own`: half as much
   /// crosses.
   token_arrays prepare(const token_arrays& given, const token_batch& own,

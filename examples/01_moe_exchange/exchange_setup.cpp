@@ -168,7 +168,9 @@ void exchange::make_region() {
         fmt::format("{} of DEVICE memory are left for the region beside a workspace of {}, and a "
                     "segment takes {}",
                     size_text(room), size_text(workspace_.size()), size_text(unit)),
-        "raise --device-cap, or take fewer tokens");
+        wanted_.device_cap != 0 && wanted_.device_cap < free
+            ? "raise --device-cap, or take fewer tokens"
+            : "take fewer tokens, or a device with more memory (EVMM_HOST_DEVICE_BYTES)");
   }
   const std::size_t expected =
       round_up(step_.layout.rows + record_.expected_rows * record_.row_bytes);

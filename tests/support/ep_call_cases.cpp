@@ -124,6 +124,22 @@ void counts_are_those_of_a_dispatch_that_ran(const rank_context& at) {
   EXPECT_EQ(mine.exchange().counts().rows, rows_received(script, mine.me()).size());
 }
 
+void a_choice_that_there_is_not_is_told_once(const rank_context& at) {
+  const auto script = small_script(at, ep::layout::by_source);
+  ep_rank mine(at, script.options);
+  const ep::tokens from = mine.upload(script);
+  auto ids = script.ids(mine.me());
+  ids[0] = script.options.experts;
+  mine.put(const_cast<std::int64_t*>(from.topk_ids), ids);
+  const auto got = mine.exchange().dispatch(from, mine.plan(), mine.stream());
+  (void)mine.get(got.rows, 1);
+  const std::string number = std::to_string(script.options.experts);
+  EXPECT_THAT(thrown_by([&] { mine.exchange().check(); }),
+              HasSubstr("a token chose expert " + number + ": there are " + number));
+  mine.exchange().combine(mine.plan(), mine.out(), nullptr, mine.stream());
+  mine.run(script, false);
+}
+
 ep_script elastic_script(const rank_context& at) {
   auto script = script_for(at, {.experts = 2,
                                 .top_k = 2,
@@ -135,6 +151,27 @@ ep_script elastic_script(const rank_context& at) {
   script.seed = 43;
   script.hot = 1;
   return script;
+}
+
+void the_device_part_follows_the_load(const rank_context& at) {
+  auto script = elastic_script(at);
+  ep_rank mine(at, script.options);
+  mine.run(script, false);
+  const std::size_t before = mine.exchange().options().device_rows;
+  const std::size_t most = rows_received(script, 0).size();  // the first rank has the hot expert
+  const std::size_t grown = mine.exchange().adapt();
+  EXPECT_GT(grown, before);
+  EXPECT_GE(grown, std::min(mine.exchange().capacity(), most + most / 4));
+  mine.run(script, false);
+  EXPECT_EQ(mine.exchange().counts().spilled, 0u);
+  // A light load gives memory back.
+  for (std::size_t& tokens : script.counts) tokens = 10;
+  EXPECT_EQ(mine.exchange().adapt(), grown) << "the same load leaves it where it is";
+  mine.run(script, false);
+  EXPECT_LT(mine.exchange().adapt(), grown);
+  for (std::size_t& tokens : script.counts) tokens = 500;
+  mine.run(script, true);
+  EXPECT_THAT(thrown_by([&] { mine.exchange().adapt(0.5); }), HasSubstr("headroom of 0.5"));
 }
 
 void a_headroom_that_one_rank_gives_is_refused_on_all(const rank_context& at) {
@@ -190,6 +227,8 @@ const std::vector<symmetric_case>& ep_call_cases() {
       EVMM_CASE(plans_that_are_none_of_this_dispatch_are_refused),
       EVMM_CASE(sums_by_expert_are_those_of_the_last_dispatch),
       EVMM_CASE(counts_are_those_of_a_dispatch_that_ran),
+      EVMM_CASE(a_choice_that_there_is_not_is_told_once),
+      EVMM_CASE(the_device_part_follows_the_load),
       EVMM_CASE(a_headroom_that_one_rank_gives_is_refused_on_all),
       EVMM_CASE(streams_may_go_when_adapt_has_waited_for_them),
   };

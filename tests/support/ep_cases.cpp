@@ -123,35 +123,6 @@ void groups_beyond_the_expected_load_lie_in_host_memory(const rank_context& at) 
   EXPECT_EQ(mine.exchange().counts().spilled, 0u);
 }
 
-void the_device_part_follows_the_load(const rank_context& at) {
-  auto script = script_for(at, {.experts = 2,
-                                .top_k = 2,
-                                .hidden = 4096,
-                                .max_tokens = 512,
-                                .device_rows = 256,
-                                .adapt_steps = 3,
-                                .sms = 4});
-  script.seed = 15;
-  script.hot = 1;
-  ep_rank mine(at, script.options);
-  mine.run(script, false);
-  const std::size_t before = mine.exchange().options().device_rows;
-  const std::size_t most = rows_received(script, 0).size();  // the first rank has the hot expert
-  const std::size_t grown = mine.exchange().adapt();
-  EXPECT_GT(grown, before);
-  EXPECT_GE(grown, std::min(mine.exchange().capacity(), most + most / 4));
-  mine.run(script, false);
-  EXPECT_EQ(mine.exchange().counts().spilled, 0u);
-  // A light load gives memory back.
-  for (std::size_t& tokens : script.counts) tokens = 10;
-  EXPECT_EQ(mine.exchange().adapt(), grown) << "the same load leaves it where it is";
-  mine.run(script, false);
-  EXPECT_LT(mine.exchange().adapt(), grown);
-  for (std::size_t& tokens : script.counts) tokens = 500;
-  mine.run(script, true);
-  EXPECT_THAT(thrown_by([&] { mine.exchange().adapt(0.5); }), HasSubstr("headroom of 0.5"));
-}
-
 void a_plan_sends_other_rows_by_the_same_routing(const rank_context& at) {
   for (const auto arranged : {ep::layout::by_source, ep::layout::by_expert}) {
     auto script = script_for(at, {.experts = 4,
@@ -463,7 +434,6 @@ const std::vector<symmetric_case>& ep_cases() {
       EVMM_CASE(bf16_rows_are_quantised_as_they_are_sent),
       EVMM_CASE(rows_lie_in_aligned_groups_by_expert),
       EVMM_CASE(groups_beyond_the_expected_load_lie_in_host_memory),
-      EVMM_CASE(the_device_part_follows_the_load),
       EVMM_CASE(gradients_go_the_way_back),
       EVMM_CASE(a_captured_graph_exchanges_what_is_there_when_it_runs),
       EVMM_CASE(what_exceeds_the_expected_load_lies_in_host_memory),

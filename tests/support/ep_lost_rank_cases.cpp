@@ -54,6 +54,45 @@ void a_rank_that_does_not_come_is_left_out(const rank_context& at) {
   at.ranks->barrier("the others are done");
 }
 
+/// What it then stores is nobody's: the others have gone on without it.
+void a_rank_that_comes_too_late_tells_nothing(const rank_context& at) {
+  if (at.ranks->size() == 1 || at.ranks->node_count() > 1) return;
+  for (const auto arranged : {ep::layout::by_source, ep::layout::by_expert}) {
+    auto script = script_for(at, {.experts = 2,
+                                  .top_k = 3,
+                                  .hidden = 128,
+                                  .arranged = arranged,
+                                  .max_tokens = 20,
+                                  .sms = 2});
+    script.seed = 90;
+    script.distinct = true;
+    low_latency_rank mine(at, script.options, std::chrono::milliseconds(400));
+    mine.run(script);
+    const int late = at.ranks->size() - 1;
+    const std::uint64_t mask = std::uint64_t{1} << late;
+    const bool me = mine.me() == late;
+    low_latency::round of;
+    ep::low_latency_received got;
+    const auto dispatch = [&] {
+      got = mine.exchange().dispatch(mine.upload(script), of, mine.stream());
+      at.on->synchronize(mine.stream());
+    };
+    at.ranks->barrier("one rank is late");
+    if (!me) dispatch();
+    at.ranks->barrier("the others have gone on");
+    if (me) dispatch();
+    at.ranks->barrier("it has come");
+    if (!me) {
+      mine.expect_received(script, got, mask);
+      mine.write_outputs(script, of, got, mask);
+      mine.exchange().combine(of, mine.out(0), nullptr, mine.stream());
+      EXPECT_EQ(mine.sums(script, 0), combined(script, mine.me(), {}, true, mask));
+      EXPECT_EQ(mine.exchange().dead_ranks(), mask);
+    }
+    at.ranks->barrier("the others are done");
+  }
+}
+
 /// The channel tells those that have its index on other nodes. All others go on without them.
 void lose_a_rank_after(const rank_context& at, int rounds) {
   if (at.ranks->node_count() == 1) return;
@@ -126,6 +165,7 @@ const std::vector<symmetric_case>& lost_rank_cases() {
   { #name, &(name) }
   static const std::vector<symmetric_case> all = {
       EVMM_CASE(a_rank_that_does_not_come_is_left_out),
+      EVMM_CASE(a_rank_that_comes_too_late_tells_nothing),
       EVMM_CASE(a_rank_that_is_lost_ends_its_rail),
       EVMM_CASE(a_rank_that_is_lost_early_ends_its_rail),
   };

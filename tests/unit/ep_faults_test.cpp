@@ -159,6 +159,52 @@ TEST(ep_calls, a_rank_that_fails_between_the_steps_of_a_dispatch_does_not_go_on)
   for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
 }
 
+TEST(ep_calls, a_rank_that_fails_where_peers_count_on_it_does_not_go_on) {
+  // What fails: on one node the last steps, across nodes all behind the crossing.
+  struct tried {
+    std::vector<std::string> hosts;
+    std::size_t first, last;  ///< launches of a dispatch
+  };
+  for (const tried& one : {tried{{"a", "a"}, 1, 3}, tried{{"a", "b"}, 2, 6}}) {
+    const auto bootstraps = make_thread_bootstraps(2, one.hosts);
+    const auto thrown = run_ranks(2, [&](int rank) {
+      const auto faulty = fault_driver::make(host_driver::make({}));
+      const rank_context at{.ranks = bootstraps[static_cast<std::size_t>(rank)], .on = faulty};
+      symmetric_heap heap(at.make());
+      std::optional<symmetric_channel> across;
+      if (at.ranks->node_count() > 1) across.emplace(heap.region());
+      const ep::exchange_options options{.experts = 2,
+                                         .top_k = 1,
+                                         .hidden = 128,
+                                         .arranged = ep::layout::by_expert,
+                                         .max_tokens = 4,
+                                         .sms = 1,
+                                         .timeout = std::chrono::milliseconds(300)};
+      for (std::size_t nth = one.first; nth <= one.last; ++nth) {
+        std::optional<ep::exchange> made;
+        ep::exchange& exchange =
+            across ? made.emplace(heap, *across, options) : made.emplace(heap, options);
+        ep::plan plan = exchange.make_plan();
+        if (rank == 1) faulty->fail_call(driver_call::launch, nth);
+        const std::string said = thrown_by([&] { exchange.dispatch({}, plan, nullptr); });
+        faulty->synchronize(native_stream{});
+        SCOPED_TRACE("launch " + std::to_string(nth) + ": " + said);
+        if (rank == 1) {
+          EXPECT_THAT(said, HasSubstr("launch fails"));
+          const std::string why = "failed between its steps";
+          EXPECT_THAT(thrown_by([&] { exchange.dispatch({}, plan, nullptr); }), HasSubstr(why));
+          EXPECT_THAT(thrown_by([&] { exchange.counts(); }), HasSubstr(why));
+        } else {
+          EXPECT_EQ(said, "");
+        }
+        at.ranks->barrier("both have seen it");
+      }
+      if (across) across->close();
+    });
+    for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(objects, ep_faults, ::testing::ValuesIn(objects()),
                          [](const auto& info) { return info.param.name; });
 

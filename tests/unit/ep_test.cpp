@@ -2,18 +2,21 @@
 #include "tests/support/ep_cases.hpp"
 #include "tests/support/fault_driver.hpp"
 #include "tests/support/forwarding_driver.hpp"
+#include "tests/support/scoped_capture.hpp"
 #include "tests/support/thread_ranks.hpp"
 
 #include <evmm/comm/symmetric_buffer.hpp>
 #include <evmm/comm/symmetric_channel.hpp>
 #include <evmm/ep/exchange.hpp>
 #include <evmm/ep/low_latency.hpp>
+#include <evmm/ep/table.hpp>
 #include <evmm/host_driver.hpp>
 #include <evmm/units.hpp>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -109,6 +112,179 @@ TEST(ep_nodes, a_rank_that_did_not_come_is_named_as_the_job_does) {
     across.close();
   });
   for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
+}
+
+TEST(ep_nodes, a_rank_of_another_node_that_did_not_come_is_told) {
+  const auto bootstraps = make_thread_bootstraps(2, {"a", "b"});
+  const auto thrown = run_ranks(2, [&](int rank) {
+    const auto on = fault_driver::make(host_driver::make({}));
+    const rank_context at{.ranks = bootstraps[static_cast<std::size_t>(rank)], .on = on};
+    symmetric_heap heap(at.make());
+    symmetric_channel across(heap.region());
+    ep::exchange exchange(heap, across,
+                          {.experts = 2, .top_k = 2, .hidden = 128, .max_tokens = 1, .sms = 1});
+    ep::plan plan = exchange.make_plan();
+    const symmetric_buffer<std::uint16_t> x(heap, 128);
+    const symmetric_buffer<std::int64_t> ids(heap, 2);
+    on->synchronize(native_stream{});
+    ids.elements()[0] = 0;
+    ids.elements()[1] = 1;
+    exchange.dispatch({.x = x.local(), .topk_ids = ids.local(), .count = 1}, plan, nullptr);
+    across.synchronize(nullptr);
+    exchange.check();
+    at.ranks->barrier("one rank leaves");
+    const auto usual = at.ranks->timeout();
+    at.ranks->set_timeout(std::chrono::milliseconds(200));
+    if (rank == 0) {
+      exchange.combine(plan, x.local(), nullptr, nullptr);
+      on->synchronize(native_stream{});
+      EXPECT_THAT(thrown_by([&] { exchange.check(); }), ::testing::HasSubstr("rank 1"));
+      // What cannot be done is not begun.
+      on->clear_record();
+      EXPECT_THAT(thrown_by([&] { exchange.combine(plan, x.local(), nullptr, nullptr); }),
+                  ::testing::HasSubstr("rank 1"));
+      EXPECT_THAT(on->record_of_calls(), ::testing::Not(::testing::Contains(driver_call::launch)));
+    }
+    at.ranks->set_timeout(usual);
+    at.ranks->barrier("it was seen");
+    at.ranks->set_timeout(std::chrono::milliseconds(200));
+    EXPECT_NE(thrown_by([&] { across.close(); }), "");
+  });
+  for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
+}
+
+TEST(ep_nodes, a_capture_is_refused_before_anything_is_enqueued) {
+  const auto bootstraps = make_thread_bootstraps(2, {"a", "b"});
+  const auto thrown = run_ranks(2, [&](int rank) {
+    const auto on = fault_driver::make(host_driver::make({}));
+    const rank_context at{.ranks = bootstraps[static_cast<std::size_t>(rank)], .on = on};
+    symmetric_heap heap(at.make());
+    symmetric_channel across(heap.region());
+    ep::exchange exchange(heap, across,
+                          {.experts = 2, .top_k = 1, .hidden = 128, .max_tokens = 1, .sms = 1});
+    ep::plan plan = exchange.make_plan();
+    const native_stream stream = on->create_stream(at.device);
+    exchange.dispatch({}, plan, stream);
+    across.synchronize(stream);
+    on->clear_record();
+    {
+      scoped_capture graph(*on, stream);
+      const std::string why = "what crosses nodes cannot be captured";
+      EXPECT_THAT(thrown_by([&] { exchange.combine(plan, nullptr, nullptr, stream); }),
+                  ::testing::HasSubstr(why));
+      EXPECT_THAT(thrown_by([&] { exchange.dispatch_again({}, plan, stream); }),
+                  ::testing::HasSubstr(why));
+      EXPECT_THAT(thrown_by([&] { exchange.dispatch({}, plan, stream); }),
+                  ::testing::HasSubstr(why));
+      EXPECT_THAT(on->record_of_calls(), ::testing::Not(::testing::Contains(driver_call::launch)));
+      graph.end();
+    }
+    // The plan is what it was.
+    exchange.combine(plan, nullptr, nullptr, stream);
+    across.synchronize(stream);
+    exchange.check();
+    across.close();
+    on->destroy_stream(stream);
+  });
+  for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
+}
+
+/// A rank without tokens has no weights to give, and need not know who has.
+TEST(ep_nodes, gradients_of_weights_come_to_those_that_want_them) {
+  const auto bootstraps = make_thread_bootstraps(2, {"a", "b"});
+  const auto thrown = run_ranks(2, [&](int rank) {
+    const auto on = host_driver::make({});
+    const rank_context at{.ranks = bootstraps[static_cast<std::size_t>(rank)], .on = on};
+    symmetric_heap heap(at.make());
+    symmetric_channel across(heap.region());
+    ep::exchange exchange(heap, across,
+                          {.experts = 2, .top_k = 2, .hidden = 128, .max_tokens = 1, .sms = 1});
+    ep::plan plan = exchange.make_plan();
+    const symmetric_buffer<std::uint16_t> x(heap, 128);
+    const symmetric_buffer<std::int64_t> ids(heap, 2);
+    const symmetric_buffer<float> gradients(heap, 2);
+    on->synchronize(native_stream{});
+    ids.elements()[0] = 1;
+    ids.elements()[1] = 0;
+    ep::tokens mine{.x = x.local(), .topk_ids = ids.local(), .count = 1};
+    if (rank == 1) mine = {};
+    exchange.dispatch(mine, plan, nullptr);
+    exchange.combine(plan, x.local(), nullptr, nullptr);
+    exchange.combine_backward(mine, plan, nullptr, nullptr);
+    across.synchronize(nullptr);
+    // Rank 0 has one row, and so has rank 1.
+    exchange.weight_gradients()[0] = static_cast<float>(10 + rank);
+    exchange.weight_gradients()[1] = static_cast<float>(20 + rank);
+    at.ranks->barrier("gradients are there");
+    if (rank == 0) {
+      exchange.dispatch_backward(plan, x.local(), ids.local(), gradients.local(), nullptr);
+    } else {
+      exchange.dispatch_backward(plan, nullptr, nullptr, nullptr, nullptr);
+    }
+    across.synchronize(nullptr);
+    exchange.check();
+    if (rank == 0) {
+      EXPECT_EQ(gradients.elements()[0], 11);
+      EXPECT_EQ(gradients.elements()[1], 20);
+    }
+    across.close();
+  });
+  for (const auto& failure : thrown) EXPECT_EQ(what(failure), "");
+}
+
+TEST(ep_heap, what_is_made_again_and_again_takes_no_more) {
+  const rank_context at{.ranks = make_thread_bootstraps(1)[0], .on = host_driver::make({})};
+  const std::function<void(symmetric_heap&)> exchange = [](symmetric_heap& heap) {
+    ep::exchange(heap, {.experts = 1, .top_k = 2, .hidden = 4096, .device_rows = 512, .sms = 1});
+  };
+  const std::function<void(symmetric_heap&)> table = [](symmetric_heap& heap) {
+    ep::table(heap, {.rows = 40'000,
+                     .row_bytes = 128,
+                     .tiers = tier_policy::device_first,
+                     .device_rows = 10'000,
+                     .max_batch = 1});
+  };
+  for (const auto& make : {exchange, table}) {
+    // Segments run short first, then memory.
+    for (const std::size_t device_limit : {512_MiB, 24_MiB}) {
+      symmetric_heap heap(at.make({.reserve = 4_GiB, .max_segments = 64}),
+                          {.growth_step = 2_MiB, .device_limit = device_limit});
+      std::size_t most = 0;
+      for (int round = 0; round < 40; ++round) {
+        make(heap);
+        most = std::max(most, heap.region().size());
+      }
+      EXPECT_LT(most, 512_MiB);
+    }
+  }
+}
+
+TEST(ep_heap, what_needs_less_of_the_device_makes_room_for_what_needs_more) {
+  const rank_context at{.ranks = make_thread_bootstraps(1)[0], .on = host_driver::make({})};
+  symmetric_heap heap(at.make({.reserve = 1_GiB, .max_segments = 64}),
+                      {.growth_step = 2_MiB, .device_limit = 44_MiB});
+  // 256 rows lie in 2 MiB. By source there are few on the device at first, by expert many.
+  ep::exchange exchange(heap, {.experts = 4,
+                               .top_k = 4,
+                               .hidden = 4096,
+                               .arranged = ep::layout::by_expert,
+                               .max_tokens = 1024,
+                               .device_rows = 256,
+                               .device_expert_rows = 2048,
+                               .adapt_steps = 4,
+                               .sms = 1});
+  ep::plan plan = exchange.make_plan();
+  constexpr std::size_t count = 900;
+  const symmetric_buffer<std::uint16_t> x(heap, count * 4096, nullptr,
+                                          {.tiers = tier_policy::host_only});
+  const symmetric_buffer<std::int64_t> ids(heap, count * 4, nullptr,
+                                           {.tiers = tier_policy::host_only});
+  at.on->synchronize(native_stream{});
+  // Then many tokens come, with one choice each.
+  for (std::size_t i = 0; i < ids.size(); ++i) ids.elements()[i] = i % 4 == 0 ? 0 : -1;
+  exchange.dispatch({.x = x.local(), .topk_ids = ids.local(), .count = count}, plan, nullptr);
+  EXPECT_EQ(exchange.adapt(1), 1024u);
+  EXPECT_EQ(exchange.options().device_expert_rows, 1024u);
 }
 
 /// Tells who waits for the default stream.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // How a table comes to be and goes.
 #include "comm/collective_change.hpp"
+#include "comm/ep/heap_source.hpp"
 #include "comm/ep/table/hot_rows.hpp"
 #include "comm/ep/table/table_state.hpp"
 #include "lib/memory/device_scope.hpp"
@@ -90,7 +91,7 @@ table::state::state(symmetric_heap& given, const table_options& wanted)
     scratch_bytes = std::max(scratch_bytes, bytes);
   }
 
-  rows = make_rows();
+  take_with_segments(heap, options.device_rows > 0 ? 2 : 0, [&] { rows = make_rows(); });
   const symmetric_request on_device{.tiers = tier_policy::device_only};
   counts = {heap, 1, nullptr, on_device};
   if (scratch_bytes > 0) scratch = {heap, scratch_bytes, nullptr, on_device};

@@ -143,8 +143,9 @@ class plan {
 ///
 /// Memory: buffers of a symmetric heap, sized for the worst case, of which `device_rows` lie on the
 ///   device. Outputs lie where the user's kernels read them: nothing is copied out. Rows in both
-///   tiers have segments of their own, new ones for each exchange; those of one that is gone are
-///   free memory of the heap, which symmetric_heap::trim() gives back before the next is made.
+///   tiers have segments of their own, new ones for each exchange. Those of one that is gone are
+///   free memory of the heap: where segments or memory run short, the next one gives back first
+///   what is free at the heap's end, as symmetric_heap::trim() does.
 /// Nodes: a token goes to each other node that has experts of it once, to the rank that has its
 ///   sender's index there, which sends it on as one of its own; the node's sum comes back the same
 ///   way, as bf16. Rows are then sorted by the rank of this node that sent them on, and `tokens`
@@ -213,9 +214,8 @@ class exchange {
   /// The gradient of dispatch: sums what is in the combine buffers, the gradients of the received
   /// rows, into `x` (bf16 [tokens][hidden]), without weights. With `weights` (f32
   /// [tokens][top_k]) not null, the gradients of the weights come back as well, those of
-  /// `topk_ids`; 0 where nobody was chosen. Across nodes all ranks give weights, those without
-  /// tokens any pointer, or none does. By expert, and with weights across nodes, by the plan of the
-  /// last call that sent rows, as combine().
+  /// `topk_ids`; 0 where nobody was chosen. By expert, and with weights across nodes, by the plan
+  /// of the last call that sent rows, as combine().
   void dispatch_backward(const plan& by, void* x, const std::int64_t* topk_ids, float* weights,
                          native_stream stream);
 
@@ -232,8 +232,9 @@ class exchange {
   /// on all ranks, and what symmetric_heap::migrate throws; what was received then counts for the
   /// next call still.
   std::size_t adapt(double headroom = 1.25, const uses& in_use = {});
-  /// Throws peer_error naming the ranks for which a kernel has waited in vain so far, and
-  /// invalid_argument when a token chose an expert that there is not.
+  /// Throws peer_error naming the ranks for which a kernel has waited in vain so far; across nodes
+  /// what the channel's check() throws; and once, invalid_argument when a token chose an expert
+  /// that there is not.
   void check();
 
   /// As given, but for device_rows and device_expert_rows, which are what there is: segments are

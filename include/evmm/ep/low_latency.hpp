@@ -130,8 +130,8 @@ class low_latency_exchange {
 
   /// Bit r: the node's rank r did not come in time, as far as work that has run has found out.
   std::uint64_t dead_ranks() const;
-  /// Throws invalid_argument when a token chose an expert that there is not; across nodes what the
-  /// channel's check() throws.
+  /// Across nodes throws what the channel's check() throws; and once, invalid_argument when a token
+  /// chose an expert that there is not.
   void check();
 
   const low_latency_options& options() const noexcept;
