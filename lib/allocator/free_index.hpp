@@ -61,7 +61,7 @@ class free_index {
   }
 
  private:
-  static constexpr std::size_t bins = 8 * 64;
+  static constexpr std::size_t bins = std::size_t{8} * 64;
 
   static std::size_t bin_of(std::size_t bytes) noexcept {
     const auto power = static_cast<std::size_t>(std::bit_width(bytes | 8) - 1);
