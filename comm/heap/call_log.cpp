@@ -51,8 +51,8 @@ std::string to_string(const call_record& of) {
     case heap_call::trim:
       return fmt::format("trim of {} bytes, {} kept", of.second, of.first);
     case heap_call::migrate:
-      return fmt::format("migrate {} bytes at offset {} to {}", of.second, of.first,
-                         tier_name(of.tiers));
+      return fmt::format("migrate {} bytes at offset {} to {}{}", of.second, of.first,
+                         tier_name(of.tiers), of.flag ? ", which is refused" : "");
     case heap_call::migrate_pool:
       return fmt::format("migrate pool {} to {}", of.pool, tier_name(of.tiers));
     case heap_call::compact:

@@ -31,7 +31,7 @@ struct call_record {
   static constexpr std::uint64_t unfinished = ~std::uint64_t{0};
   heap_call call = heap_call::allocate;
   std::uint8_t tiers = 0;  ///< tier_policy of a request, tier of a change
-  bool flag = false;       ///< may_span, use_on_oom
+  bool flag = false;       ///< may_span, use_on_oom; a migration that is refused
   std::uint32_t pool = 0;
   std::uint64_t first = 0;   ///< bytes, or an offset
   std::uint64_t second = 0;  ///< alignment, or bytes

@@ -317,12 +317,11 @@ std::size_t symmetric_heap::state::trim(std::size_t after, const uses& in_use) {
   return before - after;
 }
 
-std::size_t symmetric_heap::state::migrate(std::size_t from, std::size_t to, tier kind,
-                                           const uses& in_use) {
-  if (from == to) return 0;
-  const std::size_t first = blocks.segment_at(from);
-  const std::size_t last = blocks.segment_at(to - 1);
-  const auto leaves_device = [&](const heap_block& block) {
+void symmetric_heap::state::check_leaves(std::size_t from, std::size_t to, tier kind) const {
+  if (from == to || kind == tier::device) return;
+  const heap_segment& first = blocks.segments()[blocks.segment_at(from)];
+  const heap_segment& last = blocks.segments()[blocks.segment_at(to - 1)];
+  blocks.for_live(first.offset, last.end(), [&](const heap_block& block) {
     if (block.tiers != tier_policy::device_only) return;
     if (block.at >= from && block.at + block.bytes <= to) return;
     throw invalid_argument(
@@ -330,10 +329,14 @@ std::size_t symmetric_heap::state::migrate(std::size_t from, std::size_t to, tie
                     "{} bytes at offset {} lies in the same segment",
                     to - from, from, block.bytes, block.at),
         "name a range that holds it too, or keep what moves in a pool of its own");
-  };
-  if (kind == tier::host) {
-    blocks.for_live(blocks.segments()[first].offset, blocks.segments()[last].end(), leaves_device);
-  }
+  });
+}
+
+std::size_t symmetric_heap::state::migrate(std::size_t from, std::size_t to, tier kind,
+                                           const uses& in_use) {
+  if (from == to) return 0;
+  const std::size_t first = blocks.segment_at(from);
+  const std::size_t last = blocks.segment_at(to - 1);
   std::size_t moved = 0;
   for (std::size_t i = first; i <= last; ++i) {
     const heap_segment segment = blocks.segments()[i];

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <exception>
 #include <iterator>
 #include <limits>
 #include <mutex>
@@ -369,8 +370,16 @@ std::size_t symmetric_heap::migrate(std::size_t offset, std::size_t bytes, tier 
     throw invalid_argument(fmt::format("cannot migrate {} bytes at offset {}: the heap has {}",
                                        bytes, offset, s.blocks.size()));
   }
+  s.settle_captured();
+  std::exception_ptr refused;
+  try {
+    s.check_leaves(offset, offset + bytes, kind);
+  } catch (const invalid_argument&) {
+    refused = std::current_exception();
+  }
   s.calls.begin({.call = heap_call::migrate,
                  .tiers = static_cast<std::uint8_t>(kind),
+                 .flag = refused != nullptr,
                  .first = offset,
                  .second = bytes});
   const auto touched = [&](const heap_segment& of) {
@@ -378,6 +387,7 @@ std::size_t symmetric_heap::migrate(std::size_t offset, std::size_t bytes, tier 
   };
   const auto ranks_now = s.meet();
   s.require_room(kind, s.bytes_to_move(kind, touched), ranks_now);
+  if (refused != nullptr) std::rethrow_exception(refused);
   const std::size_t moved = s.migrate(offset, offset + bytes, kind, in_use);
   s.finish(moved);
   return moved;

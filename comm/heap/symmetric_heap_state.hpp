@@ -51,6 +51,8 @@ struct symmetric_heap::state {
   grown grow(tier kind, std::size_t bytes, pool_id pool);
   std::size_t size_after_trim(std::size_t keep_free) const;
   std::size_t trim(std::size_t after, const uses& in_use);
+  /// Throws invalid_argument where what may not leave the device would do so with [from, to).
+  void check_leaves(std::size_t from, std::size_t to, tier kind) const;
   std::size_t migrate(std::size_t from, std::size_t to, tier kind, const uses& in_use);
   std::size_t compact(const uses& in_use);
 

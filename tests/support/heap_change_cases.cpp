@@ -263,6 +263,36 @@ void a_trim_that_would_differ_is_told_to_all(const rank_context& at) {
   at.on->destroy_stream(stream);
 }
 
+/// What was freed stays on the device no longer than the capture lasts under which it was.
+void what_was_freed_under_a_capture_keeps_nothing_back_after_it(const rank_context& at) {
+  const std::size_t g = at.granule();
+  const rank_id odd{at.ranks->size() - 1};
+  symmetric_heap heap(at.make(), {.growth_step = g});
+  const native_stream stream = at.on->create_stream(at.device);
+  std::optional<scoped_capture> capture;
+  const auto free_half = [&](bool captured) {
+    const std::size_t half =
+        heap.allocate(g / 2, stream, {.tiers = tier_policy::device_only, .alignment = g / 2});
+    if (captured) capture.emplace(*at.on, stream);
+    heap.free(half);
+  };
+  (void)heap.allocate(g / 2);
+  free_half(true);
+  capture.reset();
+  EXPECT_EQ(heap.migrate(0, g / 2, tier::host), g);
+  EXPECT_EQ(heap.migrate(0, g, tier::device), g);
+  if (at.ranks->size() > 1) {
+    free_half(at.ranks->rank() == odd);
+    const std::string move = "migrate " + std::to_string(g / 2) + " bytes at offset 0 to HOST_NUMA";
+    EXPECT_THAT(thrown_by_all(*at.ranks, [&] { heap.migrate(0, g / 2, tier::host); }),
+                HasSubstr("rank 0: " + move + "; rank " + std::to_string(odd.value) + ": " + move +
+                          ", which is refused"));
+    capture.reset();
+  }
+  heap.close();
+  at.on->destroy_stream(stream);
+}
+
 /// One rank finds the heap full, where the others do not: they meet it in calls of other kinds.
 void ranks_that_meet_in_different_calls_learn_where_they_parted(const rank_context& at) {
   if (at.ranks->size() == 1) return;
@@ -329,6 +359,7 @@ const std::vector<symmetric_case>& heap_change_cases() {
       EVMM_CASE(the_first_call_that_differs_is_named),
       EVMM_CASE(the_first_call_that_gave_something_else_is_named),
       EVMM_CASE(a_trim_that_would_differ_is_told_to_all),
+      EVMM_CASE(what_was_freed_under_a_capture_keeps_nothing_back_after_it),
       EVMM_CASE(ranks_that_meet_in_different_calls_learn_where_they_parted),
       EVMM_CASE(every_call_is_compared_when_asked_for),
       EVMM_CASE(options_that_differ_are_refused),
