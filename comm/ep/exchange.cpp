@@ -29,7 +29,7 @@ plan::plan(plan&&) noexcept = default;
 plan& plan::operator=(plan&&) noexcept = default;
 plan::~plan() = default;
 std::size_t plan::tokens() const noexcept {
-  return state_->count;
+  return state_ == nullptr ? 0 : state_->count;
 }
 
 token_arrays exchange::state::arrays_of(const tokens& from, bool as_gradients) const {

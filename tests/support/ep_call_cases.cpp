@@ -59,9 +59,11 @@ void plans_that_are_none_of_this_dispatch_are_refused(const rank_context& at) {
       thrown_by([&] { exchange.dispatch_backward(empty, mine.out(), nullptr, nullptr, stream); }),
       HasSubstr(unfilled));
   const ep::plan moved = std::move(empty);
-  // NOLINTNEXTLINE(bugprone-use-after-move): that is the point
+  // NOLINTBEGIN(bugprone-use-after-move): that is the point
   EXPECT_THAT(thrown_by([&] { exchange.combine(empty, mine.out(), nullptr, stream); }),
               HasSubstr("or that was moved from"));
+  EXPECT_EQ(empty.tokens(), 0u);
+  // NOLINTEND(bugprone-use-after-move)
   mine.run(script, false);
   other.run(script, false);
 }
