@@ -60,6 +60,7 @@ struct region_change {
 struct region_observer {
   /// Called before anything is unmapped or replaced, while the old memory is still there. May
   /// throw to forbid the change: everything is rolled back and the exception reaches the caller.
+  /// A deferred change stays pending then, and the next poll(), finish() or change asks again.
   std::function<void(const region_change&)> before_change = {};
   /// Called after, with the memory in place, also when the change was rolled back. An exception
   /// is logged, not propagated.

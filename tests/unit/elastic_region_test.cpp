@@ -261,6 +261,26 @@ TEST(elastic_region, memory_that_retires_counts_until_it_is_unmapped) {
   on->destroy_stream(stream);
 }
 
+TEST(elastic_region, a_deferred_change_that_is_forbidden_stays_pending) {
+  const auto on = host_driver::make();
+  elastic_region region(on, {.reserve = 64_MiB});
+  for (int i = 0; i < 2; ++i) region.grow(tier::device, 2_MiB);
+  write_pattern(*on, reinterpret_cast<address>(region.data()), 2_MiB, 4);
+  const pending_change moves = region.migrate_later(0, tier::host);
+  const pending_change shrinks = region.shrink_later(2_MiB);
+  {
+    const auto vetoes = region.observe(
+        {.before_change = [](const region_change&) { throw unsupported("in use by a graph"); }});
+    EXPECT_THROW(region.finish(), unsupported);
+    EXPECT_THROW(region.grow(tier::device, 2_MiB), unsupported) << "whose addresses retire";
+    EXPECT_FALSE(moves.complete() || shrinks.complete());
+  }
+  region.finish();
+  EXPECT_TRUE(moves.complete() && shrinks.complete());
+  EXPECT_EQ(region.segments()[0].where.kind, tier::host);
+  EXPECT_TRUE(holds_pattern(*on, reinterpret_cast<address>(region.data()), 2_MiB, 4));
+}
+
 TEST(elastic_region, a_forked_child_is_told_so) {
   const auto on = host_driver::make();
   elastic_region region(on, {.reserve = 8_MiB});
