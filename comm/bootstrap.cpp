@@ -3,6 +3,7 @@
 #include "comm/wire.hpp"
 #include "lib/support/environment.hpp"
 #include "lib/support/log.hpp"
+#include "lib/support/step_timeout.hpp"
 
 #include <evmm/comm/bootstrap.hpp>
 
@@ -20,8 +21,6 @@ namespace evmm {
 namespace {
 
 constexpr std::uint32_t k_frame_magic = 0x65766d31;  // "evm1"; changes with the frame's layout
-constexpr long k_default_timeout = 30'000;
-constexpr long k_longest_timeout = 7L * 24 * 3600 * 1000;
 
 constexpr std::array<std::string_view, 4> k_call_names = {"all_gather", "barrier", "broadcast",
                                                           "agree"};
@@ -113,12 +112,6 @@ std::string link_target(const char* path) {
   std::array<char, 256> target{};
   const auto size = ::readlink(path, target.data(), target.size());
   return size > 0 ? std::string(target.data(), static_cast<std::size_t>(size)) : std::string();
-}
-
-/// Throws invalid_argument for a variable that cannot be read.
-bootstrap::milliseconds timeout_from_environment() {
-  return bootstrap::milliseconds(
-      environment_integer("EVMM_TIMEOUT_MS", 1, k_longest_timeout).value_or(k_default_timeout));
 }
 
 }  // namespace

@@ -213,8 +213,9 @@ void symmetric_region::state::migrate(std::size_t index, tier kind, const uses& 
   };
   change.commit = [&](std::vector<memory_ptr> unused) {
     next.take();
-    for (part& of_rank : parts) {
-      of_rank.at(index).where = of_rank.at(index).place.memory->location();
+    for (std::size_t r = 0; r < parts.size(); ++r) {
+      part_segment& moved = parts[r].at(index);
+      if (moves(r)) moved.where = moved.place.memory->location();
     }
     for (memory_ptr& memory : unused) source->recycle(std::move(memory));
   };

@@ -39,6 +39,7 @@ constexpr check k_checks[] = {
     {"locality", "NUMA node of each device", check_locality},
     {"allowed_nodes", "NUMA nodes that may be used", check_allowed_nodes},
     {"allocator_options", "options of caching allocators", alone<check_allocator_options>},
+    {"timeout", "deadline of steps between ranks", alone<check_timeout>},
     {"memory_limit", "memory limit of the control group", alone<check_memory_limit>},
     {"open_files", "open files (RLIMIT_NOFILE)", alone<check_open_files>},
     {"locked_memory", "locked memory (RLIMIT_MEMLOCK)", alone<check_locked_memory>},

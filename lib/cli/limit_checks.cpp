@@ -3,6 +3,7 @@
 
 #include "lib/cli/machine.hpp"
 #include "lib/support/format.hpp"
+#include "lib/support/step_timeout.hpp"
 #include "lib/support/text_file.hpp"
 
 #include <evmm/allocator/options.hpp>
@@ -12,6 +13,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <chrono>
 #include <filesystem>
 
 #include <sys/mman.h>
@@ -184,6 +186,14 @@ finding judge_allocator_options(const std::string& refused, const std::string& o
           .remedy = "correct what the message names, or unset the variable"};
 }
 
+finding judge_timeout(const std::string& refused, long timeout_ms) {
+  if (refused.empty()) return {.found = fmt::format("{} ms", timeout_ms)};
+  return {.level = status::fail,
+          .found = refused,
+          .meaning = "jobs with a rank that has this environment end when they begin",
+          .remedy = "correct the variable, or unset it"};
+}
+
 std::optional<cgroup_path> parse_cgroup(std::string_view text) {
   std::optional<cgroup_path> found;
   while (!text.empty()) {
@@ -262,6 +272,12 @@ finding check_allocator_options() {
   std::string options;
   const std::string refused = failure_of([&] { options = to_string(options_from_environment()); });
   return judge_allocator_options(refused, options);
+}
+
+finding check_timeout() {
+  std::chrono::milliseconds timeout{0};
+  const std::string refused = failure_of([&] { timeout = timeout_from_environment(); });
+  return judge_timeout(refused, timeout.count());
 }
 
 }  // namespace evmm::cli

@@ -11,7 +11,7 @@
 
 namespace evmm::cli {
 
-// Limits of the process and of its container, and what its environment asks of allocators. Each
+// Limits of the process and of its container, and what its environment asks for. Each
 // check reads the machine and hands what it read to a function that judges it; those are what the
 // tests call.
 
@@ -38,6 +38,9 @@ finding judge_memory_limit(std::optional<std::size_t> limit, std::size_t used,
 /// `refused`: why the environment's options are not taken, empty when they are; `options` then.
 finding judge_allocator_options(const std::string& refused, const std::string& options);
 
+/// `refused` likewise, of the deadline of steps between ranks; `timeout_ms` when it is taken.
+finding judge_timeout(const std::string& refused, long timeout_ms);
+
 /// The path of this process's memory control group in a /proc/self/cgroup, and whether it is of
 /// version 2.
 struct cgroup_path {
@@ -57,5 +60,6 @@ finding check_shared_memory();
 finding check_memory_limit();
 finding check_huge_pages();
 finding check_allocator_options();
+finding check_timeout();
 
 }  // namespace evmm::cli

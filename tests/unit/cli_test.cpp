@@ -8,6 +8,7 @@
 #include "lib/cli/sharing_checks.hpp"
 #include "lib/support/nccl_version.hpp"
 #include "tests/support/forwarding_driver.hpp"
+#include "tests/support/scoped_variable.hpp"
 
 #include <evmm/error.hpp>
 #include <evmm/host_driver.hpp>
@@ -82,6 +83,15 @@ TEST(cli_limits, allocator_options) {
   EXPECT_EQ(judge_allocator_options("", "").found, "the defaults");
   EXPECT_EQ(judge_allocator_options("", "handle_fraction:8").found, "handle_fraction:8");
   EXPECT_EQ(judge_allocator_options("no such key", "").level, status::fail);
+}
+
+TEST(cli_limits, timeout) {
+  EXPECT_EQ(judge_timeout("", 30'000).found, "30000 ms");
+  EXPECT_EQ(judge_timeout("no integer", 0).level, status::fail);
+  EXPECT_EQ(check_timeout().level, status::ok);
+  const test::scoped_variable soon("EVMM_TIMEOUT_MS", "soon");
+  EXPECT_EQ(check_timeout().level, status::fail);
+  EXPECT_THAT(check_timeout().found, HasSubstr("'soon'"));
 }
 
 TEST(cli_limits, control_groups_of_both_versions) {
