@@ -79,16 +79,18 @@ std::string nccl_follower::name() const {
 void nccl_follower::compare_ranges() const {
   struct given {
     std::size_t offset, bytes;
-    bool device_only;
+    bool device_only, kernels_only;
     nccl_kind kind;
     bool operator==(const given&) const = default;
     std::string text() const {
-      return fmt::format("{} bytes at {}{}{}", bytes, offset, device_only ? ", device_only" : "",
+      return fmt::format("{} bytes at {}{}{}{}", bytes, offset, device_only ? ", device_only" : "",
+                         kernels_only ? ", kernels_only" : "",
                          kind == nccl_kind::symmetric_window ? ", offsets::symmetric" : "");
     }
   };
   const auto all = on_->ranks->all_gather_value(
-      given{range_.offset, range_.bytes, range_.device_only, kind_}, name() + ": compare ranges");
+      given{range_.offset, range_.bytes, range_.device_only, range_.kernels_only, kind_},
+      name() + ": compare ranges");
   for (std::size_t r = 1; r < all.size(); ++r) {
     if (all[r] == all[0]) continue;
     throw invalid_argument(fmt::format("the range of an {} differs between ranks: rank 0 gave {}; "
@@ -111,8 +113,7 @@ bool nccl_follower::takes_down(const region_change& change) const {
     if (change.kind != change_kind::grow) {
       return each.span.offset < change.offset + change.bytes && change.offset < end;
     }
-    return range_.bytes == 0 && end == change.offset && kind_ != nccl_kind::user_buffer &&
-           on_->why_not(nccl_ability::several_segments).empty();
+    return range_.bytes == 0 && end == change.offset && joins(*on_, range_, kind_);
   };
   return std::any_of(pieces_.begin(), pieces_.end(), touched);
 }

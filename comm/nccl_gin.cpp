@@ -74,7 +74,7 @@ class gin_contexts {
 class gin_port final : public put_port {
  public:
   gin_port(const nccl_communicator::state& like, symmetric_region& region)
-      : nccl_(like.ranks, like.on, {.device = like.device}), window_(nccl_, region) {
+      : nccl_(like.ranks, like.on, {.device = like.device}), window_(nccl_, region, {.kernels_only = true}) {
     agree_on(*like.ranks, "gin: contexts", [&] {
       late_.emplace(like.on);
       contexts_.emplace(nccl_.shared());
@@ -85,7 +85,7 @@ class gin_port final : public put_port {
   std::string why_down() const override { return window_.why_down(); }
   void carry_out(std::span<const put_step> steps, std::chrono::milliseconds patience,
                  native_stream stream) override {
-    // NCCL that has GIN registers a region as one window, from its base.
+    // One, from the region's base: NCCL that has GIN registers several segments together.
     ncclWindow_vidmem* const window = window_.pieces().empty() ? nullptr : window_.at(0).window;
     contexts_->launch(steps, {window, late_->get(), patience}, stream);
   }

@@ -223,7 +223,9 @@ class prober {
       tried.check_sum(spare_->shared());
       return;
     }
-    const nccl_window registered(*spare_, tried.region(), {}, nccl_window::offsets::symmetric);
+    // In one window: the only collective on it touches all of it.
+    const nccl_window registered(*spare_, tried.region(), {.kernels_only = true},
+                                 nccl_window::offsets::symmetric);
     if (ability == nccl_ability::peer_pointers) {
       tried.check_pointers(registered);
     } else {

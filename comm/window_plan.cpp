@@ -44,6 +44,11 @@ void check_range(const nccl_range& range) {
   }
 }
 
+bool joins(const nccl_communicator::state& on, const nccl_range& range, nccl_kind kind) {
+  return kind != nccl_kind::user_buffer && range.kernels_only &&
+         on.why_not(nccl_ability::several_segments).empty();
+}
+
 std::vector<planned_piece> plan_windows(const nccl_communicator::state& on, const nccl_range& range,
                                         nccl_kind kind,
                                         const std::vector<std::vector<segment>>& of_ranks) {
@@ -58,7 +63,7 @@ std::vector<planned_piece> plan_windows(const nccl_communicator::state& on, cons
         "grow the region first");
   }
   const bool buffers = kind == nccl_kind::user_buffer;
-  const bool joins = !buffers && on.why_not(nccl_ability::several_segments).empty();
+  const bool joined = joins(on, range, kind);
   const auto host_ability = on.ranks->node_count() > 1 ? nccl_ability::host_segments_over_network
                                                        : nccl_ability::host_segments;
   std::vector<planned_piece> planned;
@@ -79,7 +84,7 @@ std::vector<planned_piece> plan_windows(const nccl_communicator::state& on, cons
     const std::size_t bytes =
         std::min(end_of(here), round_up(end, nccl_window_alignment)) - here.offset;
     planned_piece* const last = planned.empty() ? nullptr : &planned.back();
-    if (joins && last != nullptr && last->offset + last->bytes == here.offset) {
+    if (joined && last != nullptr && last->offset + last->bytes == here.offset) {
       last->bytes += bytes;
       last->taken += here.bytes;
     } else {

@@ -31,8 +31,11 @@ struct planned_piece {
 /// Throws invalid_argument for a range that can never be registered.
 void check_range(const nccl_range& range);
 
+/// Whether several segments go into one window.
+bool joins(const nccl_communicator::state& on, const nccl_range& range, nccl_kind kind);
+
 /// Which pieces to register so that `range` is in them, from the segments of every rank: one piece
-/// where NCCL can have several segments in one window, else one for each. Each starts where a
+/// where several segments go into one window, else one for each. Each starts where a
 /// segment does. The same on all ranks, also what it throws: invalid_argument for a range that is
 /// not backed, unsupported for what this NCCL cannot register.
 std::vector<planned_piece> plan_windows(const nccl_communicator::state& on, const nccl_range& range,

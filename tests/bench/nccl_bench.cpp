@@ -53,13 +53,14 @@ void registers(benchmark::State& state, const job& at, std::size_t bytes, int de
   for (int i = 0; i < device_handles; ++i) region.grow(tier::device, bytes / handles);
   for (int i = 0; i < host_handles; ++i) region.grow(tier::host, bytes / handles);
   nccl_communicator& on = communicator(at);
-  { const nccl_window first(on, region); }  // NCCL sets itself up at the first one
+  const nccl_range whole{.kernels_only = true};
+  { const nccl_window first(on, region, whole); }  // NCCL sets itself up at the first one
   {
     counters means(state, at);
     for (auto _ : state) {
       at.ranks->barrier("bench: start");
       std::optional<nccl_window> window;
-      state.SetIterationTime(at.slowest(seconds([&] { window.emplace(on, region); })));
+      state.SetIterationTime(at.slowest(seconds([&] { window.emplace(on, region, whole); })));
       state.counters["windows"].value += static_cast<double>(window->pieces().size());
       means.add("deregister_us", 1e6 * seconds([&] { window.reset(); }));
     }
@@ -85,7 +86,7 @@ void grows_live(benchmark::State& state, const job& at, std::size_t bytes) {
   auto region = at.make(bytes + 1_GiB);
   region.grow(tier::device, bytes);
   {
-    const nccl_window window(on, region);
+    const nccl_window window(on, region, {.kernels_only = true});
     counters means(state, at);
     for (auto _ : state) {
       at.ranks->barrier("bench: start");

@@ -97,13 +97,12 @@ TEST_F(nccl_collectives, hold_their_values_over_growth_and_migration) {
   region.grow(tier::device, 32_MiB);
   auto comm = make_communicator();
   const bool host = comm.why_not(nccl_ability::host_segments).empty();
-  const bool joined = comm.why_not(nccl_ability::several_segments).empty();
   {
     const nccl_window window(comm, region);
     int round = 0;
     const auto check_all = [&] {
       EXPECT_EQ(window.why_down(), "");
-      // Below 2.30.3 a window ends where its segment does, and so may the buffers of a call.
+      // A window ends where its segment does, and so may the buffers of a call.
       for (const grown& piece : window.pieces()) {
         check_collectives(comm, region.local() + piece.offset, piece.bytes, ++round);
       }
@@ -112,7 +111,7 @@ TEST_F(nccl_collectives, hold_their_values_over_growth_and_migration) {
     const auto kept = read<std::int32_t>(region.local(), 8_MiB / 4);
     region.grow(tier::device, 64_MiB, own_stream());
     EXPECT_EQ(read<std::int32_t>(region.local(), 8_MiB / 4), kept);
-    EXPECT_EQ(window.pieces().size(), joined ? 1u : 2u);
+    EXPECT_EQ(window.pieces().size(), 2u);
     check_all();
     if (host) {
       region.migrate(1, tier::host, own_stream());

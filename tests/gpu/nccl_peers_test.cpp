@@ -52,7 +52,7 @@ class nccl_peers : public nccl_job {
     region.grow(tier::device, 32_MiB);
     auto comm = make_communicator();
     {
-      const nccl_window window(comm, region);
+      const nccl_window window(comm, region, {.kernels_only = true});
       std::uint64_t seed = 0;
       const auto again = [&] {
         check(region, window, ++seed, [&](rank_id peer, std::size_t offset, std::size_t bytes) {
@@ -127,7 +127,7 @@ TEST_F(nccl_peers, stores_through_lsa_pointers_arrive_in_host_memory_too) {
   region.grow(tier::host, 32_MiB);
   auto comm = make_communicator();
   {
-    const nccl_window window(comm, region);
+    const nccl_window window(comm, region, {.kernels_only = true});
     const rank_id next{(rank().value + 1) % size()};
     const rank_id previous{(rank().value + size() - 1) % size()};
     const nccl_place place = window.at(1_MiB);  // across the tiers' boundary

@@ -34,7 +34,7 @@ struct two_segments {
 void a_window_shows_every_peers_part(const rank_context& at) {
   two_segments made(at);
   {
-    const nccl_window window(made.on, made.region);
+    const nccl_window window(made.on, made.region, k_whole);
     EXPECT_EQ(text_of(window.pieces()),
               made.can(nccl_ability::several_segments) ? "0+6" : "0+2 2+4");
     expect_peers_seen(made.on, made.region, window, 1);
@@ -47,7 +47,7 @@ void windows_follow_growth_migration_and_sleep(const rank_context& at) {
   const bool joined = made.can(nccl_ability::several_segments);
   const bool host = made.can(nccl_ability::host_segments);
   {
-    const nccl_window window(made.on, made.region);
+    const nccl_window window(made.on, made.region, k_whole);
     const nccl_window first(made.on, made.region, {.bytes = 2_MiB});
     const auto* const kept = first.at(0).window;
     std::uint64_t seed = 10;
@@ -78,7 +78,7 @@ void host_segments_are_in_the_window_or_refused_by_version(const rank_context& a
   two_segments made(at);
   made.region.grow(tier::host, 2_MiB);
   if (made.can(nccl_ability::host_segments)) {
-    const nccl_window window(made.on, made.region);
+    const nccl_window window(made.on, made.region, k_whole);
     EXPECT_EQ(text_of(window.pieces()), "0+8");
     expect_peers_seen(made.on, made.region, window, 30);
   } else {
@@ -86,7 +86,7 @@ void host_segments_are_in_the_window_or_refused_by_version(const rank_context& a
               std::string::npos);
   }
   {
-    const nccl_window devices(made.on, made.region, {.device_only = true});
+    const nccl_window devices(made.on, made.region, {.device_only = true, .kernels_only = true});
     EXPECT_EQ(text_of(devices.pieces()),
               made.can(nccl_ability::several_segments) ? "0+6" : "0+2 2+4");
     expect_peers_seen(made.on, made.region, devices, 31);
@@ -101,7 +101,7 @@ void host_segments_are_in_the_window_or_refused_by_version(const rank_context& a
 void a_pin_on_one_rank_holds_the_window_on_all(const rank_context& at) {
   two_segments made(at);
   {
-    const nccl_window window(made.on, made.region);
+    const nccl_window window(made.on, made.region, k_whole);
     const auto before = layout(made.region);
     nccl_pin pin;
     if (at.ranks->rank().value == at.ranks->size() - 1) pin = window.pin();

@@ -19,6 +19,9 @@ namespace evmm::test {
 
 using namespace evmm::units;
 
+/// A region in one window, where the loaded NCCL can have it so.
+const nccl_range k_whole{.kernels_only = true};
+
 /// "0+4 8+2": where each piece starts and how long it is, in MiB.
 inline std::string text_of(const std::vector<grown>& pieces) {
   std::string text;

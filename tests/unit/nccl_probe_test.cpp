@@ -205,14 +205,14 @@ TEST(nccl_probe, what_it_found_is_what_windows_are_refused_with) {
                               .fail_register = fake_failure::lie});
     on.probe();
     {
-      const nccl_window window(on, region);
+      const nccl_window window(on, region, k_whole);
       EXPECT_EQ(text_of(window.pieces()), "0+2 2+4");
       expect_peers_seen(on, region, window, 1);
       EXPECT_THAT(thrown_by_all(*at.ranks, [&] { on.probe(); }),
                   AllOf(StartsWith("invalid_argument"), HasSubstr("2 windows")));
     }
     on.probe();
-    EXPECT_EQ(text_of(nccl_window(on, region).pieces()), "0+6");
+    EXPECT_EQ(text_of(nccl_window(on, region, k_whole).pieces()), "0+6");
     on.close();
     EXPECT_THAT(thrown_by_all(*at.ranks, [&] { on.probe(); }), HasSubstr("closed"));
   });

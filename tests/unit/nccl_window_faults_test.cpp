@@ -47,7 +47,7 @@ struct windowed {
   windowed(const rank_context& at, const std::string& tried)
       : region(at.make({.cache_limit = 0})), on(at.ranks, at.on) {
     for (int i = 0; i < 3; ++i) region.grow(tier::device, 2_MiB);
-    window.emplace(on, region);
+    window.emplace(on, region, k_whole);
     if (tried == "restore") region.discard(contents::backup);
   }
   symmetric_region region;
@@ -139,7 +139,7 @@ TEST_P(nccl_faults, a_registration_that_fails_after_a_change_leaves_the_change_a
             made.window.reset();
             if (tried.name == "discard") made.region.restore();
             nccl_communicator again(at.ranks, at.on);
-            const nccl_window window(again, made.region);
+            const nccl_window window(again, made.region, k_whole);
             expect_peers_seen(again, made.region, window, 3);
             made.region.grow(tier::device, 2_MiB);
             expect_peers_seen(again, made.region, window, 4);
@@ -162,7 +162,7 @@ TEST_P(nccl_faults, a_window_that_cannot_be_made_is_made_on_no_rank) {
             auto region = at.make();
             for (int i = 0; i < 3; ++i) region.grow(tier::device, 2_MiB);
             nccl_communicator on(at.ranks, at.on);
-            const auto said = thrown_by_all(*at.ranks, [&] { nccl_window(on, region); });
+            const auto said = thrown_by_all(*at.ranks, [&] { nccl_window(on, region, k_whole); });
             if (after < (GetParam() < 23003 ? 3 : 1)) {
               EXPECT_THAT(said, HasSubstr("ncclCommWindowRegister"));
               EXPECT_THAT(thrown_by([&] { (void)on.get(); }), HasSubstr("broken"));

@@ -49,7 +49,7 @@ TEST_P(nccl_versions, a_window_covers_every_segment) {
   const nccl_fixture fake({.version = GetParam()});
   run_nccl_ranks(2, [&](const rank_context& at) {
     two_device_segments made(at);
-    const nccl_window window(made.on, made.region);
+    const nccl_window window(made.on, made.region, k_whole);
     EXPECT_EQ(text_of(window.pieces()), several() ? "0+6" : "0+2 2+4");
     const nccl_place inside = window.at(3_MiB);
     EXPECT_EQ(inside.offset, several() ? 3_MiB : 1_MiB);
@@ -72,7 +72,7 @@ TEST_P(nccl_versions, host_segments_are_refused_or_registered) {
     // On one rank only: what is refused depends on all of them.
     made.region.grow(at.ranks->rank() == rank_id{1} ? tier::host : tier::device, 2_MiB);
     if (several()) {
-      const nccl_window window(made.on, made.region);
+      const nccl_window window(made.on, made.region, k_whole);
       EXPECT_EQ(text_of(window.pieces()), "0+8");
       expect_peers_seen(made.on, made.region, window, 2);
     } else {
@@ -81,7 +81,7 @@ TEST_P(nccl_versions, host_segments_are_refused_or_registered) {
                                    "rank 1"),
                         HasSubstr("2.30.3")));
     }
-    const nccl_window signals(made.on, made.region, {.device_only = true});
+    const nccl_window signals(made.on, made.region, {.device_only = true, .kernels_only = true});
     EXPECT_EQ(text_of(signals.pieces()), several() ? "0+6" : "0+2 2+4");
     EXPECT_THAT(thrown_by([&] { (void)signals.at(7_MiB); }), HasSubstr("device_only"));
   });
@@ -91,7 +91,7 @@ TEST_P(nccl_versions, follows_every_change) {
   const nccl_fixture fake({.version = GetParam()});
   run_nccl_ranks(3, [&](const rank_context& at) {
     two_device_segments made(at);
-    const nccl_window window(made.on, made.region);
+    const nccl_window window(made.on, made.region, k_whole);
     const nccl_window first(made.on, made.region, {.bytes = 2_MiB},
                             nccl_window::offsets::symmetric);
     std::uint64_t seed = 10;
@@ -132,11 +132,28 @@ TEST_P(nccl_versions, follows_every_change) {
   });
 }
 
+// What NCCL's collectives would map of several segments in one is not all of it.
+TEST_P(nccl_versions, a_window_for_collectives_ends_where_its_segment_does) {
+  const nccl_fixture fake({.version = GetParam()});
+  run_nccl_ranks(2, [](const rank_context& at) {
+    two_device_segments made(at);
+    const nccl_window window(made.on, made.region);
+    EXPECT_EQ(text_of(window.pieces()), "0+2 2+4");
+    EXPECT_EQ(window.at(3_MiB).offset, 1_MiB);
+    const auto* const first = window.at(0).window;
+    const nccl_pin graph = window.pin();
+    made.region.grow(tier::device, 2_MiB);
+    EXPECT_EQ(text_of(window.pieces()), "0+2 2+4 6+2");
+    EXPECT_EQ(window.at(0).window, first) << "what is there stays";
+    expect_peers_seen(made.on, made.region, window, 1);
+  });
+}
+
 TEST(nccl_window, host_memory_under_it_takes_it_down_where_nccl_cannot_have_it) {
   const nccl_fixture fake({.version = 22809});
   run_nccl_ranks(2, [](const rank_context& at) {
     two_device_segments made(at);
-    const nccl_window window(made.on, made.region);
+    const nccl_window window(made.on, made.region, k_whole);
     const nccl_window devices(made.on, made.region, {.device_only = true});
     made.region.migrate(0, at.ranks->rank() == rank_id{0} ? tier::host : tier::device);
     EXPECT_EQ(made.region.segments({0})[0].where.kind, tier::host) << "the change holds";
@@ -152,7 +169,7 @@ TEST_P(nccl_versions, a_pinned_window_forbids_what_would_take_it_down) {
   const nccl_fixture fake({.version = GetParam()});
   run_nccl_ranks(2, [&](const rank_context& at) {
     two_device_segments made(at);
-    const nccl_window window(made.on, made.region);
+    const nccl_window window(made.on, made.region, k_whole);
     const nccl_window second(made.on, made.region, {.offset = 2_MiB, .bytes = 4_MiB});
     const auto* const handle = window.at(0).window;
     // Rank 1 alone has a graph: for the others the change is off as well.
@@ -249,7 +266,7 @@ TEST_P(nccl_versions, a_window_over_a_buffer_of_a_heap_holds_it_wherever_it_lies
     {
       symmetric_heap heap(at.make(), {.growth_step = 2_MiB});
       const symmetric_buffer<char> first(heap, 1000);
-      const nccl_window all(on, heap.region());
+      const nccl_window all(on, heap.region(), k_whole);
       const symmetric_buffer<char> second(heap, 3000);
       const nccl_window one(on, heap.region(), {.offset = second.offset(), .bytes = 3000});
       EXPECT_EQ(second.offset(), 1024u);
@@ -262,8 +279,9 @@ TEST_P(nccl_versions, a_window_over_a_buffer_of_a_heap_holds_it_wherever_it_lies
       const symmetric_buffer<char> large(heap, 3_MiB);
       EXPECT_EQ(text_of(all.pieces()), several() ? "0+4" : "0+2 2+2");
       EXPECT_EQ(all.at(large.offset() + 3_MiB - 1).bytes % 512, 1u);
-      const nccl_window across(on, heap.region(),
-                               {.offset = large.offset(), .bytes = large.bytes()});
+      const nccl_window across(
+          on, heap.region(),
+          {.offset = large.offset(), .bytes = large.bytes(), .kernels_only = true});
       EXPECT_NE(across.at(large.offset()).window, nullptr);
       EXPECT_NE(across.at(large.offset() + 3_MiB - 1).window, nullptr);
       expect_peers_seen(on, heap.region(), all, 1);
@@ -294,7 +312,7 @@ TEST(nccl_window, what_kernels_cannot_follow_is_not_told) {
     rank_context at = outer;
     at.on = std::make_shared<unreached>(outer.on);
     two_device_segments made(at);
-    const nccl_window window(made.on, made.region);
+    const nccl_window window(made.on, made.region, k_whole);
     EXPECT_EQ(text_of(window.pieces()), "0+6") << "collectives have it";
     EXPECT_THAT(thrown_by([&] { (void)window.at(3_MiB); }),
                 AllOf(StartsWith("unsupported"), HasSubstr("NCCL 2.30.7"), HasSubstr("fault")));
@@ -352,13 +370,15 @@ TEST(nccl_window, ranks_with_other_ranges_are_told_before_nccl_is) {
             "ranks: rank 0 gave ";
         EXPECT_THAT(refusal({.bytes = odd ? 4_MiB : 2_MiB}, offsets::any),
                     StartsWith(says + "2097152 bytes at 0; rank 1 gave 4194304 bytes at 0"));
+        EXPECT_THAT(refusal({.kernels_only = odd}, offsets::any),
+                    StartsWith(says + "0 bytes at 0; rank 1 gave 0 bytes at 0, kernels_only"));
         EXPECT_THAT(refusal({.device_only = odd}, offsets::any),
                     StartsWith(says + "0 bytes at 0; rank 1 gave 0 bytes at 0, device_only"));
         EXPECT_THAT(
             refusal({}, odd ? offsets::symmetric : offsets::any),
             StartsWith(says + "0 bytes at 0; rank 1 gave 0 bytes at 0, offsets::symmetric"));
         EXPECT_NE(made.on.get(), nullptr);
-        const nccl_window window(made.on, made.region);
+        const nccl_window window(made.on, made.region, k_whole);
         expect_peers_seen(made.on, made.region, window, 1);
       },
       std::chrono::milliseconds(1500));
@@ -372,7 +392,7 @@ TEST(nccl_window, a_heap_that_grows_waits_for_who_uses_its_windows) {
       symmetric_heap heap(at.make(), {.growth_step = 2_MiB});
       const native_stream stream = at.on->create_stream({0});
       const std::size_t used = heap.allocate(4096, stream);
-      const nccl_window window(on, heap.region());
+      const nccl_window window(on, heap.region(), k_whole);
       const int before = fake_nccl_count().registrations;
       // Work of the stream goes on while the growth is under way, as long as it takes.
       std::atomic<bool> asked = false;
@@ -410,7 +430,7 @@ TEST(nccl_window, goes_with_its_region) {
     EXPECT_THAT(thrown_by([&] { (void)closed.at(0); }), HasSubstr("region was closed"));
     region.emplace(at.make());
     region->grow(tier::device, 2_MiB);
-    const nccl_window destroyed(on, *region);
+    const nccl_window destroyed(on, *region, k_whole);
     symmetric_region moved(std::move(*region));
     region.reset();
     moved.grow(tier::device, 2_MiB);

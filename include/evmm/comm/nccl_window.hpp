@@ -25,6 +25,11 @@ struct nccl_range {
   /// kernels, which host memory forgoes. Without it such a segment needs
   /// nccl_ability::host_segments.
   bool device_only = false;
+  /// Kernels alone use it (LSA, GIN), and no collective, send or receive of NCCL's: from 2.30.3 on
+  /// it is then one window over all segments. Collectives would go wrong there in silence: for
+  /// their copies between ranks NCCL (2.30.3 to 2.30.7) maps those handles that the first one on
+  /// the window touches, and takes the mapping for all of it.
+  bool kernels_only = false;
   /// This rank's streams on which a graph may be captured meanwhile: NCCL cannot register then.
   std::span<const native_stream> streams = {};
 };
@@ -39,12 +44,12 @@ struct nccl_place {
 /// A hold that keeps a window as it is; dropped when the last copy goes.
 using nccl_pin = std::shared_ptr<const void>;
 
-/// A symmetric region, or part of it, as NCCL windows that follow the region. From NCCL 2.30.3 it
-/// is one window; older ones get one for each DEVICE segment, which at() tells apart.
+/// A symmetric region, or part of it, as NCCL windows that follow the region: one for each segment,
+/// which at() tells apart; with `kernels_only`, from NCCL 2.30.3 on, one over all.
 ///
 /// Addresses: a change that replaces memory under the window takes it down first and registers it
-///   again after; a window to the region's end is registered anew when the region grows, if NCCL
-///   can have it in one. Window handles and peers' addresses are other ones then: ask again when
+///   again after; a window over all segments to the region's end is registered anew when the region
+///   grows. Window handles and peers' addresses are other ones then: ask again when
 ///   the region's epoch has changed. Elsewhere windows stay as they are.
 /// Units: bytes.
 /// Threads: as the region's; pin() and its hold from any thread.
