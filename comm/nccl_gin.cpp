@@ -74,7 +74,8 @@ class gin_contexts {
 class gin_port final : public put_port {
  public:
   gin_port(const nccl_communicator::state& like, symmetric_region& region)
-      : nccl_(like.ranks, like.on, {.device = like.device}), window_(nccl_, region, {.kernels_only = true}) {
+      : nccl_(like.ranks, like.on, {.device = like.device}),
+        window_(nccl_, region, {.kernels_only = true}) {
     agree_on(*like.ranks, "gin: contexts", [&] {
       late_.emplace(like.on);
       contexts_.emplace(nccl_.shared());
