@@ -202,6 +202,36 @@ void what_is_written_leaves_all_caches(const rank_context& at) {
   }
 }
 
+void a_write_that_fails_half_way_leaves_no_old_row_cached(const rank_context& outer) {
+  if (outer.ranks->size() == 1) return;  // one rank's rows are one copy
+  constexpr std::int64_t border = 240;
+  rank_context at = outer;
+  const auto faulty = fault_driver::make(outer.on);
+  at.on = faulty;
+  const std::size_t rows_of_all = border * static_cast<std::size_t>(at.ranks->size());
+  table_rank mine(at, {.rows = rows_of_all, .row_bytes = 128, .cache_rows = 240}, 400);
+  mine.fill(30);
+  const std::vector<std::int64_t> copied{border - 2, border - 1};
+  const std::vector<std::int64_t> indices{border - 2, border - 1, border, border + 1};
+  EXPECT_EQ(mine.gather(indices), 0u);
+  mine.meet();
+  std::vector<std::byte> rows;  // until they are copied
+  if (mine.me() == 0) {
+    for (const std::int64_t i : indices) {
+      const auto one = mine.row(static_cast<std::size_t>(i), 31);
+      rows.insert(rows.end(), one.begin(), one.end());
+    }
+    faulty->fail_call(driver_call::copy, 1);
+    EXPECT_THROW(mine.table().write(static_cast<std::size_t>(border - 2), rows, mine.stream()),
+                 error);
+    EXPECT_TRUE(faulty->disarm());
+  }
+  mine.written(copied, 31);
+  mine.meet();
+  EXPECT_EQ(mine.gather(indices), 0u) << "half new, half old";
+  mine.meet();
+}
+
 void streams_order_writes_and_gathers(const rank_context& at) {
   table_rank mine(at, {.rows = 640, .row_bytes = 256, .cache_rows = 64}, 640);
   symmetric_channel channel(mine.heap().region());
@@ -451,6 +481,7 @@ const std::vector<symmetric_case>& table_cases() {
       EVMM_CASE(wrong_indices_touch_nothing_and_are_named),
       EVMM_CASE(the_cache_hits_what_was_gathered_before),
       EVMM_CASE(what_is_written_leaves_all_caches),
+      EVMM_CASE(a_write_that_fails_half_way_leaves_no_old_row_cached),
       EVMM_CASE(streams_order_writes_and_gathers),
       EVMM_CASE(an_issued_gather_is_waited_for_by_any_stream),
       EVMM_CASE(a_captured_gather_is_replayed),

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/ep/table/table_state.hpp"
 #include "lib/memory/device_scope.hpp"
+#include "lib/support/log.hpp"
 
 #include <fmt/format.h>
 
@@ -180,19 +181,27 @@ void table::write(std::size_t first, std::span<const std::byte> rows, native_str
            "rows count from 0");
   }
   const device_scope scope(s.on(), s.device());
-  for (std::size_t done = 0; done < count;) {
-    // As far as its rank's rows go.
-    const std::size_t row = first + done;
-    const std::size_t each = s.shape.view.rows_per_rank;
-    const std::size_t part = std::min(count - done, each - row % each);
-    s.on().copy(address_of(s.shape.view.row(row)), address_of(rows.data() + done * bytes),
-                part * bytes, stream);
-    done += part;
+  const auto end = [&] {
+    if (s.shape.sets > 0 && count > 0) {
+      s.steps->drop(s.shape, caches_of::all_ranks, first, count, stream);
+    }
+    s.end_write(stream);
+  };
+  try {
+    for (std::size_t done = 0; done < count;) {
+      // As far as its rank's rows go.
+      const std::size_t row = first + done;
+      const std::size_t each = s.shape.view.rows_per_rank;
+      const std::size_t part = std::min(count - done, each - row % each);
+      s.on().copy(address_of(s.shape.view.row(row)), address_of(rows.data() + done * bytes),
+                  part * bytes, stream);
+      done += part;
+    }
+  } catch (...) {  // what was copied before is new all the same
+    log_failure("ending a table's write that failed", end);
+    throw;
   }
-  if (s.shape.sets > 0 && count > 0) {
-    s.steps->drop(s.shape, caches_of::all_ranks, first, count, stream);
-  }
-  s.end_write(stream);
+  end();
 }
 
 void table::scatter(std::span<const std::int64_t> indices, const void* rows, native_stream stream) {
