@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which streams the caching allocator asks and waits for, and which default stream it means.
 #include "tests/support/fault_driver.hpp"
-#include "tests/support/forwarding_driver.hpp"
+#include "tests/support/one_default_stream.hpp"
 
 #include <evmm/allocator/caching_allocator.hpp>
 #include <evmm/error.hpp>
@@ -24,43 +24,6 @@ address at(const void* pointer) {
   return reinterpret_cast<address>(pointer);
 }
 
-/// Sees to it that the default stream is never that of another device than the one that is meant.
-class one_default_stream final : public forwarding_driver {
- public:
-  one_default_stream(std::shared_ptr<driver> inner, device_id meant)
-      : forwarding_driver(std::move(inner)), meant_(meant) {}
-  bool idle(native_stream stream) override {
-    check(stream);
-    return forwarding_driver::idle(stream);
-  }
-  using forwarding_driver::synchronize;
-  void synchronize(native_stream stream) override {
-    check(stream);
-    forwarding_driver::synchronize(stream);
-  }
-  void record(native_event event, native_stream stream) override {
-    check(stream);
-    forwarding_driver::record(event, stream);
-  }
-  void wait(native_stream stream, native_event event) override {
-    check(stream);
-    forwarding_driver::wait(stream, event);
-  }
-  capture_info capture(native_stream stream) const override {
-    check(stream);
-    return forwarding_driver::capture(stream);
-  }
-  mutable int uses = 0;
-
- private:
-  void check(native_stream stream) const {
-    if (stream != nullptr) return;
-    ++uses;
-    EXPECT_EQ(current_device(), meant_);
-  }
-  device_id meant_;
-};
-
 TEST(allocator_streams, the_default_stream_is_that_of_its_device) {
   const auto inner = host_driver::make({.devices = 2, .device_bytes = 64_MiB});
   const auto on = std::make_shared<one_default_stream>(inner, device_id{1});
@@ -77,9 +40,9 @@ TEST(allocator_streams, the_default_stream_is_that_of_its_device) {
     allocator.record_stream(captured, nullptr);
     allocator.free(captured);
     const auto graph = inner->end_capture(origin);
-    const int before = on->uses;
+    const int before = on->uses();
     allocator.end_capture(pool);
-    EXPECT_GT(on->uses, before) << "its event was recorded";
+    EXPECT_GT(on->uses(), before) << "its event was recorded";
     allocator.end_allocate_to_pool(pool);
     allocator.release_pool(pool);
     void* const shared = allocator.allocate(3_MiB, origin);
