@@ -111,6 +111,7 @@ struct caching_allocator::state {
   void tell(const oom_report& report);  ///< with no lock held
   /// By another backend, which has no ladder of its own.
   void* allocate_elsewhere(std::size_t bytes, native_stream stream);
+  void free_elsewhere(void* pointer);
   std::size_t reservation_for(const arena& of, tier where) const;
   std::size_t limit() const;
   void count_inactive_splits();

@@ -395,10 +395,8 @@ void caching_allocator::state::free(address at) {
 void caching_allocator::free(void* pointer) {
   state& s = *state_;
   if (pointer == nullptr) return;
-  if (s.other) [[unlikely]] {
-    if (!s.process.forked()) s.other->free(pointer);
-    return;
-  }
+  if (s.other) [[unlikely]]
+    return s.free_elsewhere(pointer);
   const address at = as_address(pointer);
   segment_record* const segment = s.pages.find(at);
   if (segment == nullptr || s.happened.wanted()) [[unlikely]]

@@ -370,6 +370,10 @@ void caching_allocator::state::tell(const oom_report& report) {
   }
 }
 
+void caching_allocator::state::free_elsewhere(void* pointer) {
+  if (!process.forked()) other->free(pointer);
+}
+
 void* caching_allocator::state::allocate_elsewhere(std::size_t bytes, native_stream stream) {
   process.check();
   check_stream(stream);
