@@ -144,7 +144,7 @@ void nccl_follower::bring_up(const region_change& change, const region_part& par
   } catch (const std::exception& failure) {
     why_down_ = failure.what();
     const bool asleep = change.kind == change_kind::discard;
-    log().log(asleep ? spdlog::level::info : spdlog::level::warn, "an {} is down after {}: {}",
+    log().log(asleep ? logger::level::info : logger::level::warn, "an {} is down after {}: {}",
               name(), to_string(change.kind), why_down_);
   }
 }

@@ -6,7 +6,6 @@
 
 #include <fmt/format.h>
 
-#include <iterator>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -96,7 +95,7 @@ class json_writer {
         text_ += '\\';
         text_ += c;
       } else if (static_cast<unsigned char>(c) < 0x20) {
-        fmt::format_to(std::back_inserter(text_), "\\u{:04x}", static_cast<unsigned>(c));
+        text_ += fmt::format("\\u{:04x}", static_cast<unsigned>(c));
       } else {
         text_ += c;
       }

@@ -4,13 +4,18 @@
 #include "lib/support/environment.hpp"
 
 #include <spdlog/sinks/stdout_sinks.h>
+#include <spdlog/spdlog.h>
 
+#include <cstdio>
+#include <exception>
 #include <memory>
 #include <string>
 
 namespace evmm {
 
-spdlog::logger& log() {
+namespace {
+
+spdlog::logger& to_stderr() {
   // Never destroyed: destructors of static objects may still log.
   static auto* const logger = [] {
     auto* made = new spdlog::logger("evmm", std::make_shared<spdlog::sinks::stderr_sink_mt>());
@@ -26,6 +31,45 @@ spdlog::logger& log() {
     return made;
   }();
   return *logger;
+}
+
+spdlog::level::level_enum level_of(logger::level at) {
+  switch (at) {
+    case logger::level::debug:
+      return spdlog::level::debug;
+    case logger::level::info:
+      return spdlog::level::info;
+    case logger::level::warn:
+      return spdlog::level::warn;
+    default:
+      return spdlog::level::err;
+  }
+}
+
+}  // namespace
+
+void logger::write(level at, fmt::string_view text, fmt::format_args args) const noexcept {
+  try {
+    spdlog::logger& to = to_stderr();
+    if (to.should_log(level_of(at))) to.log(level_of(at), fmt::vformat(text, args));
+  } catch (...) {
+    std::fputs("evmm: there was no memory for a line of the log\n", stderr);
+  }
+}
+
+const logger& log() {
+  static constexpr logger the_one;
+  return the_one;
+}
+
+void log_caught(std::string_view doing) noexcept {
+  try {
+    throw;
+  } catch (const std::exception& failure) {
+    log().error("{}: {}", doing, failure.what());
+  } catch (...) {
+    log().error("{}: unknown exception", doing);
+  }
 }
 
 }  // namespace evmm

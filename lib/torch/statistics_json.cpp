@@ -3,7 +3,6 @@
 
 #include <fmt/format.h>
 
-#include <iterator>
 #include <string_view>
 
 namespace evmm::torch {
@@ -13,8 +12,7 @@ namespace {
 class flat_json {
  public:
   void add(std::string_view name, std::int64_t value) {
-    fmt::format_to(std::back_inserter(text_), "{}\"{}\":{}", text_.empty() ? "{" : ",", name,
-                   value);
+    text_ += fmt::format("{}\"{}\":{}", text_.empty() ? "{" : ",", name, value);
   }
   void add(std::string_view name, const statistic& value) {
     add(fmt::format("{}.current", name), value.current);
