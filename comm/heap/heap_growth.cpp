@@ -42,6 +42,16 @@ std::size_t room_of(const std::vector<heap_status>& ranks_now, tier kind) {
   return ranks_now[tightest(ranks_now, kind)].room[index_of(kind)];
 }
 
+/// What gives a tier more room on the rank that has least.
+const char* more_room(const std::vector<heap_status>& ranks_now, tier kind) {
+  const heap_status& least = ranks_now[tightest(ranks_now, kind)];
+  if (kind == tier::device) {
+    return least.device_full ? "free what else takes the device's memory" : "raise device_limit";
+  }
+  const bool limited = least.room[index_of(kind)] < static_cast<std::size_t>(-1) / 2;
+  return limited ? "raise host_limit" : "free what else takes the host's memory";
+}
+
 }  // namespace
 
 // --- what there is ---------------------------------------------------------------------------
@@ -94,11 +104,12 @@ std::vector<heap_status> symmetric_heap::state::meet() {
     device_free = region.on().usage(memory_location::on(region.device())).free_bytes +
                   region.statistics().cached_device_bytes;
   });
-  const heap_status mine{
-      .calls = calls.state(),
-      .room = {std::min(device_free, left(options.device_limit, segment_bytes(tier::device))),
-               left(options.host_limit, segment_bytes(tier::host))},
-      .asked = asked};
+  const std::size_t device_allowed = left(options.device_limit, segment_bytes(tier::device));
+  const heap_status mine{.calls = calls.state(),
+                         .room = {std::min(device_free, device_allowed),
+                                  left(options.host_limit, segment_bytes(tier::host))},
+                         .asked = asked,
+                         .device_full = device_free < device_allowed};
   auto all = region.ranks().all_gather_value(mine, "symmetric_heap: meet");
   std::vector<call_state> states;
   for (const heap_status& of : all) states.push_back(of.calls);
@@ -111,12 +122,13 @@ void symmetric_heap::state::require_room(tier kind, std::size_t bytes,
   const std::size_t rank = tightest(ranks_now, kind);
   const std::size_t room = room_of(ranks_now, kind);
   if (bytes <= room) return;
-  const bool device = kind == tier::device;
   throw out_of_memory(
       fmt::format("cannot take {} more of {} for the symmetric heap: rank {} may take {}",
                   format_bytes(bytes), to_string(kind), rank, format_bytes(room)),
-      device ? "migrate what is cold to the host tier, free device memory, or raise device_limit"
-             : "trim what is free, or raise host_limit");
+      fmt::format(
+          "{}, or {}",
+          kind == tier::device ? "migrate what is cold to the host tier" : "trim what is free",
+          more_room(ranks_now, kind)));
 }
 
 // --- growing ---------------------------------------------------------------------------------
@@ -265,13 +277,15 @@ void symmetric_heap::state::fail(std::size_t bytes, const symmetric_request& req
     text += fmt::format("; {} of addresses are left", format_bytes(left));
     help = "raise the region's `reserve`; addresses cost no memory";
   } else if (order_of(request.tiers).size() == 1) {
-    help = request.tiers == tier_policy::device_only
-               ? "allow the host tier (device_first), migrate what is cold, or raise device_limit"
-               : "allow the device (host_first), or raise host_limit";
-  } else {
     help =
-        "free or trim what is not needed, let it span both tiers (may_span), or raise "
-        "device_limit and host_limit";
+        request.tiers == tier_policy::device_only
+            ? fmt::format("allow the host tier (device_first), migrate what is cold, or {}",
+                          more_room(ranks_now, tier::device))
+            : fmt::format("allow the device (host_first), or {}", more_room(ranks_now, tier::host));
+  } else {
+    help = fmt::format(
+        "free or trim what is not needed, let it span both tiers (may_span), or {} and {}",
+        more_room(ranks_now, tier::device), more_room(ranks_now, tier::host));
   }
   finish(call_record::unfinished - 1);
   throw out_of_memory(std::move(text), std::move(help));

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The heap's public face, and what needs no memory: allocate, free, pools.
 #include "comm/heap/symmetric_heap_state.hpp"
+#include "lib/memory/one_stream.hpp"
 #include "lib/memory/segment_plan.hpp"
 #include "lib/support/format.hpp"
 #include "lib/support/log.hpp"
@@ -121,6 +122,7 @@ void symmetric_heap::state::note(trace_action action, std::size_t offset, std::s
 
 std::size_t symmetric_heap::state::allocate(std::size_t bytes, native_stream stream,
                                             const symmetric_request& request) {
+  require_one_stream(stream);
   const auto here = enter();
   check_pool(request.pool);
   if (!std::has_single_bit(request.alignment) || request.alignment > region.granularity()) {
@@ -220,6 +222,7 @@ void symmetric_heap::state::settle_captured() {
 }
 
 void symmetric_heap::state::record_stream(std::size_t offset, native_stream stream) {
+  require_one_stream(stream);
   heap_block& block = live(offset, "record a stream on");
   calls.begin({.call = heap_call::record_stream, .first = offset});
   if (stream != block.stream) {

@@ -132,15 +132,6 @@ struct caching_allocator::state {
     if (!given) throw invalid_argument(std::string(whose) + " is given no function to call");
   }
 
-  /// CUDA's per-thread default stream has one name for the streams of all threads.
-  static void check_stream(native_stream stream) {
-    if (reinterpret_cast<std::uintptr_t>(stream) != 2) return;
-    throw unsupported(
-        "memory belongs to a stream, and CUDA's per-thread default stream is another in each "
-        "thread",
-        "create a stream for each thread, or use the default stream");
-  }
-
   // --- pools (pools.cpp) ----------------------------------------------------------------------
 
   pool_record& pool(pool_id id) const;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The hot path: what is served from cached blocks.
 #include "lib/allocator/allocator_state.hpp"
+#include "lib/memory/one_stream.hpp"
 #include "lib/support/format.hpp"
 #include "lib/support/log.hpp"
 
@@ -137,7 +138,7 @@ pool_id caching_allocator::state::routed_to(native_stream stream) const {
 
 arena& caching_allocator::state::find_arena(native_stream stream, size_class kind) {
   process.check();
-  check_stream(stream);
+  require_one_stream(stream);
   // Before the routes are looked at: what is found by older ones must not pass for newer.
   const std::uint64_t epoch = routing.load(std::memory_order_acquire);
   pool_id to{};
@@ -417,7 +418,7 @@ void caching_allocator::record_stream(void* at, native_stream stream) {
   state& s = *state_;
   if (at == nullptr) return;
   s.process.check();
-  state::check_stream(stream);
+  require_one_stream(stream);
   if (s.other) return s.other->record_stream(at, stream);
   std::unique_lock<spin_lock> held;
   block* const used = s.live_block(as_address(at), held);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lib/allocator/pinned_state.hpp"
 
+#include "lib/memory/one_stream.hpp"
 #include "lib/support/format.hpp"
 #include "lib/support/log.hpp"
 
@@ -278,6 +279,7 @@ void pinned_host_allocator::state::count_free(const block& which) {
 
 bool pinned_host_allocator::state::record(const void* at, native_stream stream, device_id of) {
   process_.check();
+  require_one_stream(stream);
   // Else free() would find it, and could not free.
   if (of.value < 0 || of.value >= on_->device_count()) static_cast<void>(on_->describe(of));
   const std::lock_guard lock(mutex_);

@@ -2,6 +2,7 @@
 // Requests that no cached block serves: the retry ladder.
 #include "lib/allocator/allocator_state.hpp"
 #include "lib/allocator/out_of_memory_text.hpp"
+#include "lib/memory/one_stream.hpp"
 #include "lib/support/log.hpp"
 
 #include <evmm/error.hpp>
@@ -376,7 +377,7 @@ void caching_allocator::state::free_elsewhere(void* pointer) {
 
 void* caching_allocator::state::allocate_elsewhere(std::size_t bytes, native_stream stream) {
   process.check();
-  check_stream(stream);
+  require_one_stream(stream);
   try {
     return other->allocate(bytes, stream, limit());
   } catch (const out_of_memory&) {

@@ -120,7 +120,7 @@ void changes_keep_to_the_limits(const rank_context& at) {
   auto said = thrown_by_all(*at.ranks, [&] { heap.grow(tier::device, 2 * g); });
   EXPECT_THAT(said, HasSubstr("out_of_memory: cannot take 4.0 MiB more of DEVICE"));
   EXPECT_THAT(said, HasSubstr("rank " + rank + " may take 2.0 MiB"));
-  EXPECT_THAT(said, HasSubstr("device_limit"));
+  EXPECT_THAT(said, HasSubstr("or raise device_limit"));
   EXPECT_THAT(thrown_by_all(*at.ranks, [&] { heap.grow(tier::host, g); }), HasSubstr("host_limit"));
   said = thrown_by_all(*at.ranks, [&] { heap.migrate(0, 3 * g, tier::device); });
   EXPECT_THAT(said, HasSubstr("cannot take 4.0 MiB more of DEVICE"));

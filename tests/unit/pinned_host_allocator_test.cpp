@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdint>
 #include <cstring>
 #include <thread>
 #include <vector>
@@ -138,6 +139,15 @@ TEST_F(pinned_allocator, a_stream_of_no_device_is_refused_before_it_counts) {
   for (const int wrong : {-1, 2, 9}) {
     EXPECT_THROW(pinned->record(block, nullptr, device_id{wrong}), invalid_argument);
   }
+  pinned->free(block);
+  EXPECT_EQ(pinned->statistics().active_requests.current, 0);
+}
+
+TEST_F(pinned_allocator, the_one_name_of_many_streams_is_refused) {
+  const auto pinned = make();
+  void* const block = pinned->allocate(1_MiB);
+  const auto per_thread = reinterpret_cast<native_stream>(std::uintptr_t{2});
+  EXPECT_THROW(pinned->record(block, per_thread), unsupported);
   pinned->free(block);
   EXPECT_EQ(pinned->statistics().active_requests.current, 0);
 }

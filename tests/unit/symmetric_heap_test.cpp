@@ -11,6 +11,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <cstdio>
 #include <functional>
 #include <memory>
@@ -94,6 +95,18 @@ TEST(symmetric_heap, a_rank_whose_device_is_full_sends_all_to_the_host_tier) {
   }));
 }
 
+TEST(symmetric_heap, the_one_name_of_many_streams_is_refused) {
+  run_threads(1, [](const rank_context& at) {
+    symmetric_heap heap(at.make());
+    const std::size_t block = heap.allocate(1_MiB);
+    const auto per_thread = reinterpret_cast<native_stream>(std::uintptr_t{2});
+    EXPECT_THROW((void)heap.allocate(1_MiB, per_thread), unsupported);
+    EXPECT_THROW(heap.record_stream(block, per_thread), unsupported);
+    heap.free(block);
+    heap.close();
+  });
+}
+
 TEST(symmetric_heap, host_memory_kept_for_reuse_is_no_room_on_the_device) {
   const auto bootstraps = make_thread_bootstraps(2);
   expect_no_failure(run_ranks(2, [&](int rank) {
@@ -107,6 +120,7 @@ TEST(symmetric_heap, host_memory_kept_for_reuse_is_no_room_on_the_device) {
     const auto said = thrown_by_all(*at.ranks, [&] { heap.migrate(8_MiB, 12_MiB, tier::device); });
     EXPECT_THAT(said, HasSubstr("cannot take 12.0 MiB more of DEVICE"));
     EXPECT_THAT(said, HasSubstr("rank 0 may take 8.0 MiB"));
+    EXPECT_THAT(said, HasSubstr("or free what else takes the device's memory"));
     EXPECT_EQ(heap.region().statistics().device_bytes, 8_MiB) << "nothing has moved";
     heap.close();
   }));

@@ -69,7 +69,8 @@ struct pinned_statistics {
 ///   asks.
 /// Streams: a stream's use is told by record(); after free() the block is not handed out before
 ///   that stream is past what was enqueued when free() was called. Nothing synchronises, unless
-///   memory has run out.
+///   memory has run out. CUDA's per-thread default stream, one name for many streams, is
+///   unsupported.
 /// Errors: out_of_memory says what was asked, what is held, and which option helps; the allocator
 ///   stays usable. A call that throws has changed nothing. Calls in a forked child are an
 ///   invalid_argument.

@@ -93,7 +93,8 @@ struct heap_report {
 ///   does with this rank's part is the program's to order (symmetric_channel, NCCL, flags): it must
 ///   be over before this rank's stream reaches the point of free(). A stream lives at least until
 ///   the first trim, migrate or close() after its last use, which waits for it. So does a change
-///   for all that used the heap, growth too, where it takes down an nccl_window on it.
+///   for all that used the heap, growth too, where it takes down an nccl_window on it. CUDA's
+///   per-thread default stream, one name for many streams, is unsupported.
 /// Errors: a full heap grows, which is collective: all ranks return, or all throw the same
 ///   out_of_memory and no heap has changed. Ranks whose calls differ throw the same
 ///   invalid_argument naming the first call that differs, at the next collective step.
