@@ -3,6 +3,7 @@
 // can be made to do so.
 #include "tests/support/descriptor_passing.hpp"
 #include "tests/support/fault_driver.hpp"
+#include "tests/support/forwarding_driver.hpp"
 #include "tests/support/in_child.hpp"
 
 #include <evmm/allocator/caching_allocator.hpp>
@@ -317,6 +318,30 @@ TEST(allocator_pools, leave_no_records_of_blocks) {
 
 TEST(allocator_moves, leave_alone_what_functions_write_meanwhile) {
   const auto on = host_driver::make({.devices = 1, .device_bytes = 128_MiB});
+/// Calls back when a thread's device is put back, which is the last thing that a request does.
+class parting_driver final : public forwarding_driver {
+ public:
+  using forwarding_driver::forwarding_driver;
+  void set_current_device(std::optional<device_id> device) override {
+    forwarding_driver::set_current_device(device);
+    if (!device && then) std::exchange(then, nullptr)();
+  }
+  std::function<void()> then;
+};
+
+TEST(allocator_backends, count_what_is_allocated_once) {
+  const auto on =
+      std::make_shared<parting_driver>(host_driver::make({.devices = 1, .device_bytes = 64_MiB}));
+  caching_allocator allocator(
+      on, device_id{0}, parse_options("backend:cudaMallocAsync,per_process_memory_fraction:0.125"));
+  void* other = nullptr;
+  on->then = [&] { other = allocator.allocate(4_MiB); };  // as another thread may
+  void* const one = allocator.allocate(4_MiB);
+  EXPECT_NE(other, nullptr) << "8 MiB are allowed";
+  allocator.free(one);
+  allocator.free(other);
+}
+
   const native_stream writer = on->create_stream(device_id{0});
   const native_stream needy = on->create_stream(device_id{0});
   {
