@@ -252,6 +252,24 @@ TEST_F(small_device, names_pools_that_keep_memory) {
   live.push_back(allocator->allocate(30_MiB));
 }
 
+TEST_F(small_device, names_no_option_that_the_default_pool_has_not) {
+  make("expandable_segments:False");
+  scatter();
+  const pool_id pool = allocator->create_pool();
+  allocator->begin_allocate_to_pool(pool);
+  const std::string said = refusal([&] { (void)allocator->allocate(30_MiB); });
+  allocator->end_allocate_to_pool(pool);
+  EXPECT_TRUE(says(said, "are cached in other pools")) << said;
+  EXPECT_FALSE(says(said, "use_on_oom") || says(said, "release pools")) << said;
+}
+
+TEST_F(small_device, names_the_fraction_where_a_segment_would_pass_it) {
+  make("expandable_segments:False,per_process_memory_fraction:0.5");
+  live.push_back(allocator->allocate(15_MiB));
+  const std::string said = refusal([&] { (void)allocator->allocate(3_MiB); });  // of 20 MiB
+  EXPECT_TRUE(says(said, "help: raise per_process_memory_fraction")) << said;
+}
+
 TEST_F(small_device, retries_that_succeed_are_not_logged) {
   const native_stream other = on->create_stream(device_id{0});
   make("expandable_segments:False");
@@ -300,24 +318,6 @@ TEST(allocator_settings, take_no_memory_each_time_they_change) {
   EXPECT_LT(::mallinfo2().uordblks, before + 64_KiB);
 }
 
-TEST(allocator_pools, leave_no_records_of_blocks) {
-  const auto on = host_driver::make({.devices = 1, .device_bytes = 64_MiB});
-  caching_allocator allocator(on, device_id{0});
-  const auto make_and_release = [&] {
-    const pool_id pool = allocator.create_pool();
-    allocator.begin_allocate_to_pool(pool);
-    for (const std::size_t bytes : {4096u, 3u << 20}) allocator.free(allocator.allocate(bytes));
-    allocator.end_allocate_to_pool(pool);
-    allocator.release_pool(pool);
-  };
-  for (int i = 0; i < 50; ++i) make_and_release();
-  const auto before = ::mallinfo2().uordblks;
-  for (int i = 0; i < 100; ++i) make_and_release();
-  EXPECT_LE(::mallinfo2().uordblks, before + 100 * 14_KiB) << "two arenas and their account";
-}
-
-TEST(allocator_moves, leave_alone_what_functions_write_meanwhile) {
-  const auto on = host_driver::make({.devices = 1, .device_bytes = 128_MiB});
 /// Calls back when a thread's device is put back, which is the last thing that a request does.
 class parting_driver final : public forwarding_driver {
  public:
@@ -342,6 +342,24 @@ TEST(allocator_backends, count_what_is_allocated_once) {
   allocator.free(other);
 }
 
+TEST(allocator_pools, leave_no_records_of_blocks) {
+  const auto on = host_driver::make({.devices = 1, .device_bytes = 64_MiB});
+  caching_allocator allocator(on, device_id{0});
+  const auto make_and_release = [&] {
+    const pool_id pool = allocator.create_pool();
+    allocator.begin_allocate_to_pool(pool);
+    for (const std::size_t bytes : {4096u, 3u << 20}) allocator.free(allocator.allocate(bytes));
+    allocator.end_allocate_to_pool(pool);
+    allocator.release_pool(pool);
+  };
+  for (int i = 0; i < 50; ++i) make_and_release();
+  const auto before = ::mallinfo2().uordblks;
+  for (int i = 0; i < 100; ++i) make_and_release();
+  EXPECT_LE(::mallinfo2().uordblks, before + 100 * 14_KiB) << "two arenas and their account";
+}
+
+TEST(allocator_moves, leave_alone_what_functions_write_meanwhile) {
+  const auto on = host_driver::make({.devices = 1, .device_bytes = 128_MiB});
   const native_stream writer = on->create_stream(device_id{0});
   const native_stream needy = on->create_stream(device_id{0});
   {
