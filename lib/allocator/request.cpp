@@ -329,7 +329,7 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
       ++retries;
       ++full_waits;
     }
-    if (options.now().recycle != recycling::never && expandable(from)) {
+    if (expandable(from)) {  // beside what the waits have freed, too
       terms.may_wait = true;
       if (block* const found = extend(from, size, terms, held)) return {&from, found};
     }
