@@ -357,7 +357,7 @@ caching_allocator::checkpoint_delta caching_allocator::restore(pool_id its,
     if (kept.contains({then.at, then.bytes})) continue;
     arena& from = *arena_of(then);
     std::unique_lock held(from.guard());
-    block* const made = from.take_at(then.at, then.bytes);
+    block* const made = from.take_exactly(then.at, then.bytes);
     if (made == nullptr) refuse(then);  // another thread was faster
     s.hand_out(from, *made, then.requested, held);
     delta.allocated.push_back(reinterpret_cast<void*>(then.at));

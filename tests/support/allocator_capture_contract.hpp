@@ -445,6 +445,22 @@ TEST_P(allocator_capture_contract, restore_that_is_refused_changes_nothing) {
   free({left, third, inside});
 }
 
+TEST_P(allocator_capture_contract, restore_finds_places_whatever_the_options_became) {
+  make(k_segments);
+  const pool_id pool = allocator->create_pool();
+  allocator->begin_allocate_to_pool(pool);
+  allocator->free(allocator->allocate(100_MiB));
+  void* const first = allocator->allocate(40_MiB);
+  void* const second = allocator->allocate(60_MiB);
+  allocator->end_allocate_to_pool(pool);
+  const auto then = allocator->checkpoint(pool);
+  free({first, second});
+  allocator->configure("max_split_size_mb:30");
+  EXPECT_EQ(allocator->restore(pool, *then).allocated, (std::vector<void*>{first, second}));
+  EXPECT_EQ(block_bytes(first), 40_MiB);
+  free({first, second});
+}
+
 TEST_P(allocator_capture_contract, a_graph_replays_after_its_pool_was_restored) {
   make();
   const native_stream stream = new_stream();
