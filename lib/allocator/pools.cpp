@@ -264,14 +264,16 @@ namespace {
 using block_places = std::set<std::pair<address, std::size_t>>;
 
 /// Whether the place of a block is free, or will be once all that does not stay has been freed;
-/// `lent_too` where blocks that other streams used are free at once.
+/// `at_once` tells of a block that other streams used whether it is free then.
+template <class AtOnce>
 bool will_be_free(const arena& from, const pool_checkpoint::block_then& then,
-                  const block_places& stay, bool lent_too) {
+                  const block_places& stay, AtOnce&& at_once) {
   address free_up_to = then.at;
   for (const block* b = from.covering(then.at); b != nullptr && free_up_to < then.at + then.bytes;
        b = b->after) {
-    const bool goes = (b->use == block_use::allocated || (b->use == block_use::lent && lent_too)) &&
-                      !stay.contains({b->at, b->bytes});
+    const bool goes =
+        (b->use == block_use::allocated || (b->use == block_use::lent && at_once(*b))) &&
+        !stay.contains({b->at, b->bytes});
     if (!goes && b->use != block_use::recent && b->use != block_use::free) return false;
     free_up_to = b->at + b->bytes;
   }
@@ -341,13 +343,16 @@ caching_allocator::checkpoint_delta caching_allocator::restore(pool_id its,
                     format_bytes(then.bytes)),
         "restore a checkpoint before the pool's memory is given back");
   };
-  const bool lent_too = s.options.now().reuse == cross_stream_reuse::by_wait;
+  const device_scope here(*s.on, s.device);
+  const auto at_once = [&](const block& lent) {  // as free() does
+    return s.options.now().reuse == cross_stream_reuse::by_wait && !s.in_capture(*lent.owner, lent);
+  };
   for (const auto& then : to.live) {
     if (kept.contains({then.at, then.bytes})) continue;
     const arena* const from = arena_of(then);
     if (from == nullptr) refuse(then);
     const std::lock_guard held(from->guard());
-    if (!will_be_free(*from, then, wanted, lent_too)) refuse(then);
+    if (!will_be_free(*from, then, wanted, at_once)) refuse(then);
   }
   for (const address at : gone) {
     s.free(at);

@@ -461,6 +461,28 @@ TEST_P(allocator_capture_contract, restore_finds_places_whatever_the_options_bec
   free({first, second});
 }
 
+TEST_P(allocator_capture_contract, restore_in_a_capture_is_refused_before_it_frees) {
+  make("cross_stream_reuse:wait");
+  const native_stream side = new_stream();
+  const pool_id pool = allocator->create_pool();
+  allocator->begin_allocate_to_pool(pool);
+  void* const before = allocator->allocate(3_MiB);
+  const auto then = allocator->checkpoint(pool);
+  allocator->free(before);
+  void* const later = allocator->allocate(6_MiB);
+  allocator->end_allocate_to_pool(pool);
+  ASSERT_EQ(later, before);
+  allocator->record_stream(later, side);
+  {
+    capture one(*this, allocator->create_pool(), side);
+    EXPECT_TRUE(says(refusal([&] { allocator->restore(pool, *then); }), "no longer free"));
+    EXPECT_TRUE(allocator->live_allocations_are(pool, {later}));
+    one.end();
+  }
+  EXPECT_EQ(allocator->restore(pool, *then).allocated.size(), 1u);
+  allocator->free(before);
+}
+
 TEST_P(allocator_capture_contract, a_graph_replays_after_its_pool_was_restored) {
   make();
   const native_stream stream = new_stream();
