@@ -255,6 +255,7 @@ class pool_checkpoint {
     native_stream stream;
     size_class kind;
   };
+  std::uint64_t made_by;  ///< the allocator's number
   pool_id of;
   std::vector<block_then> live;
 };
@@ -285,6 +286,7 @@ bool will_be_free(const arena& from, const pool_checkpoint::block_then& then,
 std::shared_ptr<const pool_checkpoint> caching_allocator::checkpoint(pool_id its) {
   const auto lock = state_->enter();
   auto made = std::make_shared<pool_checkpoint>();
+  made->made_by = state_->id;
   made->of = its;
   for (arena* one : state_->pool(its).arenas) {
     const std::lock_guard held(one->guard());
@@ -303,6 +305,10 @@ caching_allocator::checkpoint_delta caching_allocator::restore(pool_id its,
   state& s = *state_;
   const auto lock = s.enter();
   pool_record& one = s.pool(its);
+  if (to.made_by != s.id) {
+    throw invalid_argument("the checkpoint is of another allocator",
+                           "restore it in the allocator that made it");
+  }
   if (to.of != its) {
     throw invalid_argument(fmt::format("the checkpoint is of pool {}, not of pool {}",
                                        static_cast<std::uint64_t>(to.of),

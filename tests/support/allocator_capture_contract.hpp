@@ -483,6 +483,19 @@ TEST_P(allocator_capture_contract, restore_in_a_capture_is_refused_before_it_fre
   allocator->free(before);
 }
 
+TEST_P(allocator_capture_contract, checkpoints_of_other_allocators_are_refused) {
+  make();
+  caching_allocator other(on, device_id{0}, parse_options(""));
+  const auto then = other.checkpoint(other.create_pool());
+  const pool_id pool = allocator->create_pool();
+  allocator->begin_allocate_to_pool(pool);
+  void* const block = allocator->allocate(3_MiB);
+  allocator->end_allocate_to_pool(pool);
+  EXPECT_TRUE(says(refusal([&] { allocator->restore(pool, *then); }), "another allocator"));
+  EXPECT_TRUE(allocator->live_allocations_are(pool, {block}));
+  allocator->free(block);
+}
+
 TEST_P(allocator_capture_contract, a_graph_replays_after_its_pool_was_restored) {
   make();
   const native_stream stream = new_stream();
