@@ -127,10 +127,13 @@ out_of_memory out_of_memory_text(caching_allocator::state& of, const arena& from
     help = "release pools that are no longer used";
     if (for_all) help += ", or give them use_on_oom";
   } else if (!of.expandable(from) && why.scattered >= size) {
-    help = "set expandable_segments:True, which moves free memory to where it is needed";
+    help = from.pool().options.expandable_segments
+               ? "let the pool's segments expand (pool_options::expandable_segments)"
+               : "set expandable_segments:True";
+    help += ", which moves free memory to where it is needed";
   } else if (options.recycle == recycling::never && why.scattered >= size) {
     help = "set recycle_handles:ready, which moves free memory to where it is needed";
-  } else if (others >= size) {
+  } else if (device_too && others >= size) {
     help = "stop the other processes on this device";
   } else if (!host_too) {
     help = "use a pool whose tiers include the host, or smaller batches";

@@ -270,6 +270,34 @@ TEST_F(small_device, names_the_fraction_where_a_segment_would_pass_it) {
   EXPECT_TRUE(says(said, "help: raise per_process_memory_fraction")) << said;
 }
 
+TEST_F(small_device, names_the_pools_own_option_where_that_is_in_the_way) {
+  make("");
+  const pool_id pool = allocator->create_pool({.expandable_segments = false});
+  allocator->begin_allocate_to_pool(pool);
+  scatter();
+  const std::string said = refusal([&] { (void)allocator->allocate(30_MiB); });
+  allocator->end_allocate_to_pool(pool);
+  EXPECT_TRUE(says(said, "help: let the pool's segments expand")) << said;
+}
+
+/// Another process holds most of the device.
+class crowded_driver final : public forwarding_driver {
+ public:
+  using forwarding_driver::forwarding_driver;
+  std::vector<process_usage> processes(device_id) const override {
+    return {{.pid = 1, .bytes = 60_MiB, .this_process = false}};
+  }
+};
+
+TEST(allocator_help, stopping_others_on_the_device_is_none_for_the_host_tier) {
+  const auto on = std::make_shared<crowded_driver>(
+      host_driver::make({.devices = 1, .device_bytes = 64_MiB, .host_bytes = 16_MiB}));
+  caching_allocator allocator(on, device_id{0});
+  allocator.begin_allocate_to_pool(allocator.create_pool({.tiers = {tier::host}}));
+  const std::string said = refusal([&] { (void)allocator.allocate(32_MiB); });
+  EXPECT_TRUE(says(said, "help: use less memory: the host tier is full")) << said;
+}
+
 TEST_F(small_device, retries_that_succeed_are_not_logged) {
   const native_stream other = on->create_stream(device_id{0});
   make("expandable_segments:False");
