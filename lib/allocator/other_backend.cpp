@@ -89,14 +89,25 @@ class table_backend : public other_backend {
         "an allocator of DEVICE {} is destroyed with {} live allocations; their memory goes too",
         device_.value, live_.size());
   }
+  /// An event or a wait there would become a part of the capture, or end it.
+  void check_no_capture(native_stream owner, const std::vector<native_stream>& others) const {
+    const auto captured = [&](native_stream stream) {
+      return on_->capture(stream).status != capture_status::none;
+    };
+    if (!captured(owner) && std::none_of(others.begin(), others.end(), captured)) return;
+    throw unsupported("cannot free memory while a stream that uses it is being captured",
+                      "free it after the capture has ended, or use backend:native");
+  }
   /// What `others` do so far comes before what `owner` does next.
   void order(native_stream owner, const std::vector<native_stream>& others) {
+    check_no_capture(owner, others);
     for (native_stream stream : others) {
       const auto used = events_.record(stream);
       on_->wait(owner, used.get());
     }
   }
   void wait_for(native_stream owner, const std::vector<native_stream>& others) {
+    check_no_capture(owner, others);
     on_->synchronize(owner);
     for (native_stream stream : others) on_->synchronize(stream);
   }

@@ -152,7 +152,8 @@ class caching_allocator {
 
   /// Null for 0 bytes. Throws invalid_argument at 1 EiB and above, out_of_memory.
   [[nodiscard]] void* allocate(std::size_t bytes, native_stream stream = nullptr);
-  /// Null is ignored. Throws invalid_argument naming a pointer that is not a live allocation.
+  /// Null is ignored. Throws invalid_argument naming a pointer that is not a live allocation; with
+  /// the other backends unsupported while a stream that uses it is being captured.
   void free(void* at);
   /// At this very address, which must be free, backed, of this stream and of the pool that the
   /// request would use, a multiple of 512, and with no_split where a free block begins. Null when
