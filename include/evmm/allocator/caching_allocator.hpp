@@ -123,7 +123,8 @@ class pool_checkpoint;
 
 /// PyTorch's caching allocator for one device, without PyTorch.
 ///
-/// Addresses: a live allocation stays where it is. Multiples of 512.
+/// Addresses: a live allocation stays where it is. Multiples of 512, or of
+///   allocator_options::min_block where that is less.
 /// Units: bytes.
 /// Threads: every member from any thread. Streams of different threads share no lock as long as
 ///   requests are served from what is cached.
