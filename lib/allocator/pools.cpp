@@ -216,6 +216,10 @@ void caching_allocator::begin_capture(pool_id its) {
         "a capture cannot allocate from the default pool, whose memory would have to stay as it is",
         "make a pool for it with create_pool()");
   }
+  if (one.users == 0) {  // what a graph would replay on might serve others
+    throw invalid_argument(fmt::format("pool {} was released", static_cast<std::uint64_t>(its)),
+                           "keep a user of it as long as the graph is launched");
+  }
   ++one.captures;
   one.captured = true;
   ++s.captures;

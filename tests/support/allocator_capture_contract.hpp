@@ -328,6 +328,17 @@ TEST_P(allocator_capture_contract, the_default_pool_is_not_captured_into) {
   EXPECT_GE(allocator->empty_cache(), 3_MiB) << "its memory need not stay";
 }
 
+TEST_P(allocator_capture_contract, a_released_pool_is_not_captured_into) {
+  make();
+  const pool_id pool = allocator->create_pool();
+  allocator->begin_allocate_to_pool(pool);
+  void* const block = allocator->allocate(3_MiB);
+  allocator->end_allocate_to_pool(pool);
+  allocator->release_pool(pool);
+  EXPECT_TRUE(says(refusal([&] { allocator->begin_capture(pool); }), "was released"));
+  allocator->free(block);
+}
+
 TEST_P(allocator_capture_contract, memory_that_a_graph_replays_on_helps_nobody_out) {
   make(k_segments);
   allow(20_MiB);

@@ -223,9 +223,9 @@ class caching_allocator {
 
   // --- graph capture --------------------------------------------------------------------------
 
-  /// A capture that allocates from `pool`, not the default one, begins or has ended. Between the
-  /// two, frees of blocks that other streams used are deferred, unless their reuse is proved by the
-  /// capture itself (graph_capture_record_stream_reuse).
+  /// A capture that allocates from `pool`, not the default one nor one that was released, begins or
+  /// has ended. Between the two, frees of blocks that other streams used are deferred, unless their
+  /// reuse is proved by the capture itself (graph_capture_record_stream_reuse).
   void begin_capture(pool_id pool);
   void end_capture(pool_id pool);
   std::shared_ptr<const pool_checkpoint> checkpoint(pool_id pool);
