@@ -199,13 +199,24 @@ block* arena::take_free(std::size_t bytes, bool whole) {
   return occupy(run, found, found->at, bytes, block_use::allocated);
 }
 
-block* arena::take_at(address at, std::size_t bytes, const block* near) {
+block* arena::free_at(address at, std::size_t bytes, const block* near) {
   reserve(2);
   merge_recent();
   block* const found = covering(at, near);
   if (found == nullptr || found->use != block_use::free || at + bytes > found->at + found->bytes) {
     return nullptr;
   }
+  return found;
+}
+
+block* arena::take_exactly(address at, std::size_t bytes) {
+  block* const found = free_at(at, bytes, nullptr);
+  return found == nullptr ? nullptr : occupy(found, at, bytes, block_use::allocated);
+}
+
+block* arena::take_at(address at, std::size_t bytes, const block* near) {
+  block* const found = free_at(at, bytes, near);
+  if (found == nullptr) return nullptr;
   const std::size_t rest = found->at + found->bytes - at;
   if (!rules_.splits(kind_, rest, bytes, found->in->expandable())) bytes = rest;
   return occupy(found, at, bytes, block_use::allocated);

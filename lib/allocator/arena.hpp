@@ -80,9 +80,11 @@ class alignas(128) arena {
   /// A free block in the smallest run that has one, split as the rules say; null when there is
   /// none. `whole` takes the block unsplit. Strong guarantee.
   block* take_free(std::size_t bytes, bool whole);
-  /// Exactly [at, at + bytes), out of a free block; null when it is not free. `near` as for
-  /// covering().
+  /// [at, at + bytes), out of a free block, with the rest of that where it is not split off; null
+  /// when it is not free. `near` as for covering().
   block* take_at(address at, std::size_t bytes, const block* near = nullptr);
+  /// The same without any rest.
+  block* take_exactly(address at, std::size_t bytes);
   /// A live or pending block is over: it becomes recent.
   void put(block* freed) noexcept {
     freed->use = block_use::recent;
@@ -183,6 +185,8 @@ class alignas(128) arena {
     return static_cast<std::uint32_t>(clock_.load(std::memory_order_relaxed));
   }
   void make_room(std::size_t more);
+  /// The free block that [at, at + bytes) lies in, ready to be cut; null when it is not free.
+  block* free_at(address at, std::size_t bytes, const block* near);
   block* new_record() noexcept;
   void drop_record(block* gone) noexcept;
   /// Cuts `bytes` off the front of a block; returns the rest, of the same use.

@@ -46,7 +46,7 @@ struct alignas(64) block {
   std::size_t most_free = 0;  ///< in the tree of runs: none below here has a larger one
   std::uint16_t bin = 0;      ///< first of a run: which tree it belongs in
   block_use use = block_use::none;
-  bool oversize = false;       ///< live: counted as oversize, whatever the options say now
+  std::uint8_t extra = 0;      ///< live: what free() has to do besides, as the bits below
   std::uint32_t freed_at = 0;  ///< the allocator's clock when it was last freed
 
   block* before = nullptr;  ///< neighbours in the segment
@@ -56,6 +56,9 @@ struct alignas(64) block {
   std::uint32_t pending_events = 0;
   std::unique_ptr<std::vector<native_stream>> other_streams;  ///< told by record_stream
   std::shared_ptr<const call_stack> stack;  ///< of its allocation, when that is recorded
+
+  static constexpr std::uint8_t k_oversize = 1;  ///< counted so, whatever the options say now
+  static constexpr std::uint8_t k_stack = 2;     ///< there is one
 
   /// Its addresses are free, with or without memory.
   bool vacant() const noexcept { return use == block_use::free || use == block_use::hole; }

@@ -219,7 +219,9 @@ void* caching_allocator::state::hand_out(arena& from, block& taken, std::size_t 
     note(trace_action::alloc, from, taken);
   }
   const address at = taken.at;
-  const bool oversize = taken.oversize = rules.oversize(taken.bytes);
+  const bool oversize = rules.oversize(taken.bytes);
+  taken.extra = static_cast<std::uint8_t>((oversize ? block::k_oversize : 0) |
+                                          (taken.stack ? block::k_stack : 0));
   held.unlock();
   if (at_peak) books.settle(from.account());
   if (oversize) {
@@ -266,7 +268,7 @@ void* caching_allocator::allocate(std::size_t bytes, native_stream stream) {
   if (found == nullptr || s.happened.wanted() || s.rules.oversize(found->bytes)) [[unlikely]]
     return s.allocate_slowly(from, found, size, bytes);
   found->requested = bytes;
-  found->oversize = false;
+  found->extra = 0;
   const bool at_peak = from.account().allocate(from.kind(), found->bytes, bytes);
   const address at = found->at;
   from.guard().unlock();
@@ -377,7 +379,7 @@ void caching_allocator::state::free(address at) {
         "free each pointer that allocate() returned once, with the allocator that made it");
   }
   arena& owner = *freed->owner;
-  const bool oversize = freed->oversize;
+  const bool oversize = (freed->extra & block::k_oversize) != 0;
   if (freed->use == block_use::lent) {
     defer(owner, *freed, held);  // may fail: then nothing has happened
   } else {
@@ -405,7 +407,7 @@ void caching_allocator::free(void* pointer) {
   arena& owner = *segment->owner;
   owner.guard().lock();
   block* const freed = owner.find(at);
-  if (freed == nullptr || freed->use != block_use::allocated || freed->oversize) [[unlikely]] {
+  if (freed == nullptr || freed->use != block_use::allocated || freed->extra != 0) [[unlikely]] {
     owner.guard().unlock();
     return s.free(at);
   }

@@ -157,9 +157,7 @@ void memory_supply::check_given(address at, std::size_t bytes, const pool_functi
     by.free(reinterpret_cast<void*>(at), bytes, device_);
     refuse("no multiple of 512");
   }
-  for (const address end : {at, at + bytes - 1}) {
-    if (pages_.find(end) != nullptr) refuse("which lies in memory that is held already");
-  }
+  if (pages_.any_in(at, bytes)) refuse("some of which lies in memory that is held already");
 }
 
 bool memory_supply::add_segment(arena& needy, std::size_t bytes, const supply_terms& terms) {

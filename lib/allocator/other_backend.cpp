@@ -89,14 +89,25 @@ class table_backend : public other_backend {
         "an allocator of DEVICE {} is destroyed with {} live allocations; their memory goes too",
         device_.value, live_.size());
   }
+  /// An event or a wait there would become a part of the capture, or end it.
+  void check_no_capture(native_stream owner, const std::vector<native_stream>& others) const {
+    const auto captured = [&](native_stream stream) {
+      return on_->capture(stream).status != capture_status::none;
+    };
+    if (!captured(owner) && std::none_of(others.begin(), others.end(), captured)) return;
+    throw unsupported("cannot free memory while a stream that uses it is being captured",
+                      "free it after the capture has ended, or use backend:native");
+  }
   /// What `others` do so far comes before what `owner` does next.
   void order(native_stream owner, const std::vector<native_stream>& others) {
+    check_no_capture(owner, others);
     for (native_stream stream : others) {
       const auto used = events_.record(stream);
       on_->wait(owner, used.get());
     }
   }
   void wait_for(native_stream owner, const std::vector<native_stream>& others) {
+    check_no_capture(owner, others);
     on_->synchronize(owner);
     for (native_stream stream : others) on_->synchronize(stream);
   }
@@ -120,8 +131,10 @@ class table_backend : public other_backend {
     promise& operator=(const promise&) = delete;
     ~promise() {
       const std::lock_guard lock(of_.guard_);
-      of_.promised_ -= bytes_;
+      settle();
     }
+    /// They are live from now on, or never; under the table's lock.
+    void settle() { of_.promised_ -= std::exchange(bytes_, 0); }
 
    private:
     table_backend& of_;
@@ -138,8 +151,9 @@ class table_backend : public other_backend {
     }
     return found;
   }
-  void* add(address at, allocation made) {
+  void* add(address at, allocation made, promise& counted) {
     const std::lock_guard lock(guard_);
+    counted.settle();
     count_.add(1);
     bytes_.add(static_cast<std::int64_t>(made.bytes));
     requested_.add(static_cast<std::int64_t>(made.requested));
@@ -201,10 +215,10 @@ class async_backend final : public table_backend {
     }
   }
   void* allocate(std::size_t bytes, native_stream stream, std::size_t limit) override {
-    const promise counted(*this, bytes, limit);
+    promise counted(*this, bytes, limit);
     const device_scope here(*on_, device_);
     const address at = on_->allocate_async(device_, bytes, stream);
-    return add(at, {.bytes = bytes, .requested = bytes, .stream = stream});
+    return add(at, {.bytes = bytes, .requested = bytes, .stream = stream}, counted);
   }
   void free(void* pointer) override {
     const auto at = reinterpret_cast<address>(pointer);
@@ -259,17 +273,19 @@ class uncached_backend final : public table_backend {
 
   void* allocate(std::size_t bytes, native_stream stream, std::size_t limit) override {
     const std::size_t size = evmm::round_up(bytes, granule_);
-    const promise counted(*this, size, limit);
+    promise counted(*this, size, limit);
     const physical_memory memory(
         *on_, {.bytes = size, .where = memory_location::on(device_), .share = share_});
     const std::shared_lock unchanged(access_guard_);
     auto mapped = std::make_unique<scratch_mapping>(*on_, memory, access_);
     const address at = mapped->base();
-    return add(at, {.bytes = size,
-                    .requested = bytes,
-                    .stream = stream,
-                    .other_streams = {},
-                    .mapped = std::move(mapped)});
+    return add(at,
+               {.bytes = size,
+                .requested = bytes,
+                .stream = stream,
+                .other_streams = {},
+                .mapped = std::move(mapped)},
+               counted);
   }
   void free(void* pointer) override {
     const auto at = reinterpret_cast<address>(pointer);

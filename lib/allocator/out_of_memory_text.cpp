@@ -18,6 +18,7 @@ struct fragmentation {
   std::size_t scattered = 0;      ///< free in the same arena, in pieces too small
   std::size_t pinned = 0;         ///< of those, beside live blocks on the same handle or segment
   std::size_t other_pools = 0;    ///< free in other pools with a tier of this one's
+  std::size_t private_pools = 0;  ///< of those, in pools that can be released: not the default one
   std::size_t other_streams = 0;  ///< free in the same pool, on other streams
   std::size_t waiting = 0;        ///< freed, still in use by other streams
 };
@@ -38,6 +39,7 @@ fragmentation look(caching_allocator::state& of, const arena& from) {
       const bool alike = std::any_of(tiers.begin(), tiers.end(),
                                      [&](tier kind) { return one->pool().in_tier(kind); });
       if (alike) found.other_pools += free;
+      if (alike && one->pool().id != pool_id{}) found.private_pools += free;
     } else {
       found.other_streams += free;
     }
@@ -109,6 +111,8 @@ out_of_memory out_of_memory_text(caching_allocator::state& of, const arena& from
   if (!who.empty()) text += "; also on the device: " + who;
 
   const allocator_options& options = of.options.now();
+  const bool for_all = from.pool().id == pool_id{};
+  const std::size_t needed = of.expandable(from) ? size : of.rules.segment_bytes(size);
   std::string help;
   if (from.pool().options.functions) {
     text += "; the pool's own `allocate` returned null";
@@ -116,16 +120,20 @@ out_of_memory out_of_memory_text(caching_allocator::state& of, const arena& from
   } else if (report.rejected) {
     help =
         "free memory, or unset throw_on_cudamalloc_oom so that cached memory is given back first";
-  } else if (device_too && of.limit() < of.total_bytes && held + size > of.limit()) {
+  } else if (device_too && of.limit() < of.total_bytes && held + needed > of.limit()) {
     help = "raise per_process_memory_fraction, now " +
            fmt::format("{:.3f}", options.per_process_memory_fraction);
-  } else if (why.other_pools >= size) {
-    help = "release pools that are no longer used, or give them use_on_oom";
+  } else if (why.private_pools >= size) {
+    help = "release pools that are no longer used";
+    if (for_all) help += ", or give them use_on_oom";
   } else if (!of.expandable(from) && why.scattered >= size) {
-    help = "set expandable_segments:True, which moves free memory to where it is needed";
+    help = from.pool().options.expandable_segments
+               ? "let the pool's segments expand (pool_options::expandable_segments)"
+               : "set expandable_segments:True";
+    help += ", which moves free memory to where it is needed";
   } else if (options.recycle == recycling::never && why.scattered >= size) {
     help = "set recycle_handles:ready, which moves free memory to where it is needed";
-  } else if (others >= size) {
+  } else if (device_too && others >= size) {
     help = "stop the other processes on this device";
   } else if (!host_too) {
     help = "use a pool whose tiers include the host, or smaller batches";

@@ -59,6 +59,16 @@ void page_map::forget() noexcept {
   uneven_ = 0;
 }
 
+bool page_map::any_in(address at, std::size_t bytes) const noexcept {
+  constexpr std::size_t page = std::size_t{1} << page_bits;
+  for (address each = at; each - at < bytes; each = (each / page + 1) * page) {
+    if (find(each) != nullptr) return true;
+  }
+  const std::shared_lock lock(guard_);
+  const auto next = extents_.lower_bound(at);
+  return next != extents_.end() && next->first - at < bytes;
+}
+
 segment_record* page_map::find_uneven(address at) const noexcept {
   const std::shared_lock lock(guard_);
   auto next = extents_.upper_bound(at);

@@ -33,6 +33,8 @@ class page_map {
     }
     return uneven_ == 0 ? nullptr : find_uneven(at);
   }
+  /// Whether anything in [at, at + bytes) belongs to a segment.
+  bool any_in(address at, std::size_t bytes) const noexcept;
   /// [at, at + bytes) belongs to `segment` from now on. Strong guarantee.
   void add(address at, std::size_t bytes, segment_record* segment);
   void remove(address at, std::size_t bytes) noexcept;

@@ -216,6 +216,10 @@ void caching_allocator::begin_capture(pool_id its) {
         "a capture cannot allocate from the default pool, whose memory would have to stay as it is",
         "make a pool for it with create_pool()");
   }
+  if (one.users == 0) {  // what a graph would replay on might serve others
+    throw invalid_argument(fmt::format("pool {} was released", static_cast<std::uint64_t>(its)),
+                           "keep a user of it as long as the graph is launched");
+  }
   ++one.captures;
   one.captured = true;
   ++s.captures;
@@ -255,6 +259,7 @@ class pool_checkpoint {
     native_stream stream;
     size_class kind;
   };
+  std::uint64_t made_by;  ///< the allocator's number
   pool_id of;
   std::vector<block_then> live;
 };
@@ -264,14 +269,16 @@ namespace {
 using block_places = std::set<std::pair<address, std::size_t>>;
 
 /// Whether the place of a block is free, or will be once all that does not stay has been freed;
-/// `lent_too` where blocks that other streams used are free at once.
+/// `at_once` tells of a block that other streams used whether it is free then.
+template <class AtOnce>
 bool will_be_free(const arena& from, const pool_checkpoint::block_then& then,
-                  const block_places& stay, bool lent_too) {
+                  const block_places& stay, AtOnce&& at_once) {
   address free_up_to = then.at;
   for (const block* b = from.covering(then.at); b != nullptr && free_up_to < then.at + then.bytes;
        b = b->after) {
-    const bool goes = (b->use == block_use::allocated || (b->use == block_use::lent && lent_too)) &&
-                      !stay.contains({b->at, b->bytes});
+    const bool goes =
+        (b->use == block_use::allocated || (b->use == block_use::lent && at_once(*b))) &&
+        !stay.contains({b->at, b->bytes});
     if (!goes && b->use != block_use::recent && b->use != block_use::free) return false;
     free_up_to = b->at + b->bytes;
   }
@@ -283,6 +290,7 @@ bool will_be_free(const arena& from, const pool_checkpoint::block_then& then,
 std::shared_ptr<const pool_checkpoint> caching_allocator::checkpoint(pool_id its) {
   const auto lock = state_->enter();
   auto made = std::make_shared<pool_checkpoint>();
+  made->made_by = state_->id;
   made->of = its;
   for (arena* one : state_->pool(its).arenas) {
     const std::lock_guard held(one->guard());
@@ -301,6 +309,10 @@ caching_allocator::checkpoint_delta caching_allocator::restore(pool_id its,
   state& s = *state_;
   const auto lock = s.enter();
   pool_record& one = s.pool(its);
+  if (to.made_by != s.id) {
+    throw invalid_argument("the checkpoint is of another allocator",
+                           "restore it in the allocator that made it");
+  }
   if (to.of != its) {
     throw invalid_argument(fmt::format("the checkpoint is of pool {}, not of pool {}",
                                        static_cast<std::uint64_t>(to.of),
@@ -341,13 +353,16 @@ caching_allocator::checkpoint_delta caching_allocator::restore(pool_id its,
                     format_bytes(then.bytes)),
         "restore a checkpoint before the pool's memory is given back");
   };
-  const bool lent_too = s.options.now().reuse == cross_stream_reuse::by_wait;
+  const device_scope here(*s.on, s.device);
+  const auto at_once = [&](const block& lent) {  // as free() does
+    return s.options.now().reuse == cross_stream_reuse::by_wait && !s.in_capture(*lent.owner, lent);
+  };
   for (const auto& then : to.live) {
     if (kept.contains({then.at, then.bytes})) continue;
     const arena* const from = arena_of(then);
     if (from == nullptr) refuse(then);
     const std::lock_guard held(from->guard());
-    if (!will_be_free(*from, then, wanted, lent_too)) refuse(then);
+    if (!will_be_free(*from, then, wanted, at_once)) refuse(then);
   }
   for (const address at : gone) {
     s.free(at);
@@ -357,7 +372,7 @@ caching_allocator::checkpoint_delta caching_allocator::restore(pool_id its,
     if (kept.contains({then.at, then.bytes})) continue;
     arena& from = *arena_of(then);
     std::unique_lock held(from.guard());
-    block* const made = from.take_at(then.at, then.bytes);
+    block* const made = from.take_exactly(then.at, then.bytes);
     if (made == nullptr) refuse(then);  // another thread was faster
     s.hand_out(from, *made, then.requested, held);
     delta.allocated.push_back(reinterpret_cast<void*>(then.at));

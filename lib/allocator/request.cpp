@@ -303,6 +303,9 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
         if (expandable(from)) {
           if (block* const found = extend(from, size, terms, held)) return {&from, found};
         }
+        if (const taken found = take_from_pools(from, size, held); found.what != nullptr) {
+          return found;
+        }
         if (where == tiers.back()) give_up(true);
         continue;
       }
@@ -318,13 +321,15 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
       if (block* const found = one == &from ? try_free() : extend(from, size, terms, held)) {
         return {&from, found};
       }
+      if (const taken found = take_from_pools(from, size, held); found.what != nullptr)
+        return found;
     }
     // 7. Memory of other streams, behind their work; then whatever is cached anywhere.
     if (!std::exchange(retried, true)) {
       ++retries;
       ++full_waits;
     }
-    if (options.now().recycle != recycling::never && expandable(from)) {
+    if (expandable(from)) {  // beside what the waits have freed, too
       terms.may_wait = true;
       if (block* const found = extend(from, size, terms, held)) return {&from, found};
     }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "tests/support/allocator_contract.hpp"
+#include "tests/support/scoped_capture.hpp"
 
 #include <algorithm>
 #include <cstdlib>
@@ -133,6 +134,24 @@ TEST_P(allocator_backend_contract, the_stream_ordered_backend_orders_a_free_behi
     EXPECT_FALSE(on->idle(owner)) << "the free waits in stream order; the caller does not";
   }
   on->synchronize(owner);
+}
+
+TEST_P(allocator_backend_contract, a_free_under_a_capture_is_refused_and_leaves_it_alone) {
+  const native_stream owner = new_stream();
+  const native_stream user = new_stream();
+  for (const char* const backend : k_both) {
+    make(backend);
+    void* const block = allocator->allocate(3_MiB, owner);
+    allocator->record_stream(block, user);
+    {
+      scoped_capture graph(*on, user);
+      EXPECT_THROW(allocator->free(block), unsupported) << backend;
+      EXPECT_EQ(on->capture(owner).status, capture_status::none) << backend;
+      EXPECT_EQ(on->capture(user).status, capture_status::active) << backend;
+      graph.end();
+    }
+    allocator->free(block);
+  }
 }
 
 TEST_P(allocator_backend_contract, the_stream_ordered_backend_gives_back_what_it_cached) {

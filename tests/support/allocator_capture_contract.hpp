@@ -328,6 +328,17 @@ TEST_P(allocator_capture_contract, the_default_pool_is_not_captured_into) {
   EXPECT_GE(allocator->empty_cache(), 3_MiB) << "its memory need not stay";
 }
 
+TEST_P(allocator_capture_contract, a_released_pool_is_not_captured_into) {
+  make();
+  const pool_id pool = allocator->create_pool();
+  allocator->begin_allocate_to_pool(pool);
+  void* const block = allocator->allocate(3_MiB);
+  allocator->end_allocate_to_pool(pool);
+  allocator->release_pool(pool);
+  EXPECT_TRUE(says(refusal([&] { allocator->begin_capture(pool); }), "was released"));
+  allocator->free(block);
+}
+
 TEST_P(allocator_capture_contract, memory_that_a_graph_replays_on_helps_nobody_out) {
   make(k_segments);
   allow(20_MiB);
@@ -443,6 +454,57 @@ TEST_P(allocator_capture_contract, restore_that_is_refused_changes_nothing) {
   EXPECT_TRUE(says(refusal([&] { allocator->restore(pool, *then); }), "no longer free"));
   EXPECT_TRUE(allocator->live_allocations_are(pool, {left, third, inside}));
   free({left, third, inside});
+}
+
+TEST_P(allocator_capture_contract, restore_finds_places_whatever_the_options_became) {
+  make(k_segments);
+  const pool_id pool = allocator->create_pool();
+  allocator->begin_allocate_to_pool(pool);
+  allocator->free(allocator->allocate(100_MiB));
+  void* const first = allocator->allocate(40_MiB);
+  void* const second = allocator->allocate(60_MiB);
+  allocator->end_allocate_to_pool(pool);
+  const auto then = allocator->checkpoint(pool);
+  free({first, second});
+  allocator->configure("max_split_size_mb:30");
+  EXPECT_EQ(allocator->restore(pool, *then).allocated, (std::vector<void*>{first, second}));
+  EXPECT_EQ(block_bytes(first), 40_MiB);
+  free({first, second});
+}
+
+TEST_P(allocator_capture_contract, restore_in_a_capture_is_refused_before_it_frees) {
+  make("cross_stream_reuse:wait");
+  const native_stream side = new_stream();
+  const pool_id pool = allocator->create_pool();
+  allocator->begin_allocate_to_pool(pool);
+  void* const before = allocator->allocate(3_MiB);
+  const auto then = allocator->checkpoint(pool);
+  allocator->free(before);
+  void* const later = allocator->allocate(6_MiB);
+  allocator->end_allocate_to_pool(pool);
+  ASSERT_EQ(later, before);
+  allocator->record_stream(later, side);
+  {
+    capture one(*this, allocator->create_pool(), side);
+    EXPECT_TRUE(says(refusal([&] { allocator->restore(pool, *then); }), "no longer free"));
+    EXPECT_TRUE(allocator->live_allocations_are(pool, {later}));
+    one.end();
+  }
+  EXPECT_EQ(allocator->restore(pool, *then).allocated.size(), 1u);
+  allocator->free(before);
+}
+
+TEST_P(allocator_capture_contract, checkpoints_of_other_allocators_are_refused) {
+  make();
+  caching_allocator other(on, device_id{0}, parse_options(""));
+  const auto then = other.checkpoint(other.create_pool());
+  const pool_id pool = allocator->create_pool();
+  allocator->begin_allocate_to_pool(pool);
+  void* const block = allocator->allocate(3_MiB);
+  allocator->end_allocate_to_pool(pool);
+  EXPECT_TRUE(says(refusal([&] { allocator->restore(pool, *then); }), "another allocator"));
+  EXPECT_TRUE(allocator->live_allocations_are(pool, {block}));
+  allocator->free(block);
 }
 
 TEST_P(allocator_capture_contract, a_graph_replays_after_its_pool_was_restored) {

@@ -183,6 +183,26 @@ TEST_P(allocator_history_contract, stacks_are_kept_as_the_level_says) {
   EXPECT_EQ(stacks(history_level::state, ""), (std::vector<bool>{true, true, false, false}));
 }
 
+TEST_P(allocator_history_contract, a_stack_goes_with_its_allocation) {
+  make();
+  allocator->record_history({.stacks = true});
+  void* const block = allocator->allocate(3_MiB);
+  allocator->record_history({.level = history_level::off});
+  const auto stack_of_block = [&] {
+    const auto now = allocator->snapshot();
+    for (const block_snapshot& each : now.segments.at(0).blocks) {
+      if (each.at == at(block)) return each.frames.size();
+    }
+    return std::size_t{0};
+  };
+  EXPECT_GT(stack_of_block(), 0u) << "recorded while it was";
+  allocator->free(block);
+  EXPECT_EQ(stack_of_block(), 0u);
+  EXPECT_EQ(allocator->allocate(3_MiB), block);
+  EXPECT_EQ(stack_of_block(), 0u) << "of another allocation";
+  allocator->free(block);
+}
+
 TEST_P(allocator_history_contract, threads_add_their_own_notes) {
   make(k_segments);
   void* const warm = allocator->allocate(512);

@@ -287,6 +287,10 @@ TEST_P(allocator_pool_contract, memory_of_the_user_is_checked) {
   returns += 1_MiB;
   EXPECT_TRUE(says(refusal([&] { (void)allocate_in(pool, 3_MiB); }), "held already"));
   allocator->end_allocate_to_pool(pool);
+  returns -= 2_MiB;
+  EXPECT_TRUE(says(refusal([&] { (void)allocate_in(pool, 9_MiB); }), "held already"))
+      << "all around what is held";
+  allocator->end_allocate_to_pool(pool);
   EXPECT_EQ(taken_back.size(), 1u) << "it is in use";
   allocator->free(block);
   allocator.reset();

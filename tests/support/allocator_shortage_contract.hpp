@@ -365,6 +365,20 @@ TEST_P(allocator_shortage_contract, throw_on_oom_counts_the_whole_segment) {
   for (const driver_call each : on->record_of_calls()) EXPECT_NE(each, driver_call::create);
 }
 
+TEST_P(allocator_shortage_contract, throw_on_oom_lets_pools_help_out) {
+  make("throw_on_cudamalloc_oom:True,expandable_segments:False");
+  allow(20_MiB);
+  const pool_id helper = allocator->create_pool({.use_on_oom = true});
+  allocator->begin_allocate_to_pool(helper);
+  void* const cached = allocator->allocate(20_MiB);
+  allocator->free(cached);
+  allocator->end_allocate_to_pool(helper);
+  void* const block = allocator->allocate(15_MiB);
+  EXPECT_EQ(block, cached);
+  EXPECT_EQ(allocator->statistics().num_oom_rejections, 0);
+  allocator->free(block);
+}
+
 TEST_P(allocator_shortage_contract, throw_on_oom_lets_held_memory_move) {
   make("throw_on_cudamalloc_oom:True");
   allow(64_MiB);

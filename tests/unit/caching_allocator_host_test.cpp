@@ -3,6 +3,7 @@
 // can be made to do so.
 #include "tests/support/descriptor_passing.hpp"
 #include "tests/support/fault_driver.hpp"
+#include "tests/support/forwarding_driver.hpp"
 #include "tests/support/in_child.hpp"
 
 #include <evmm/allocator/caching_allocator.hpp>
@@ -251,6 +252,52 @@ TEST_F(small_device, names_pools_that_keep_memory) {
   live.push_back(allocator->allocate(30_MiB));
 }
 
+TEST_F(small_device, names_no_option_that_the_default_pool_has_not) {
+  make("expandable_segments:False");
+  scatter();
+  const pool_id pool = allocator->create_pool();
+  allocator->begin_allocate_to_pool(pool);
+  const std::string said = refusal([&] { (void)allocator->allocate(30_MiB); });
+  allocator->end_allocate_to_pool(pool);
+  EXPECT_TRUE(says(said, "are cached in other pools")) << said;
+  EXPECT_FALSE(says(said, "use_on_oom") || says(said, "release pools")) << said;
+}
+
+TEST_F(small_device, names_the_fraction_where_a_segment_would_pass_it) {
+  make("expandable_segments:False,per_process_memory_fraction:0.5");
+  live.push_back(allocator->allocate(15_MiB));
+  const std::string said = refusal([&] { (void)allocator->allocate(3_MiB); });  // of 20 MiB
+  EXPECT_TRUE(says(said, "help: raise per_process_memory_fraction")) << said;
+}
+
+TEST_F(small_device, names_the_pools_own_option_where_that_is_in_the_way) {
+  make("");
+  const pool_id pool = allocator->create_pool({.expandable_segments = false});
+  allocator->begin_allocate_to_pool(pool);
+  scatter();
+  const std::string said = refusal([&] { (void)allocator->allocate(30_MiB); });
+  allocator->end_allocate_to_pool(pool);
+  EXPECT_TRUE(says(said, "help: let the pool's segments expand")) << said;
+}
+
+/// Another process holds most of the device.
+class crowded_driver final : public forwarding_driver {
+ public:
+  using forwarding_driver::forwarding_driver;
+  std::vector<process_usage> processes(device_id) const override {
+    return {{.pid = 1, .bytes = 60_MiB, .this_process = false}};
+  }
+};
+
+TEST(allocator_help, stopping_others_on_the_device_is_none_for_the_host_tier) {
+  const auto on = std::make_shared<crowded_driver>(
+      host_driver::make({.devices = 1, .device_bytes = 64_MiB, .host_bytes = 16_MiB}));
+  caching_allocator allocator(on, device_id{0});
+  allocator.begin_allocate_to_pool(allocator.create_pool({.tiers = {tier::host}}));
+  const std::string said = refusal([&] { (void)allocator.allocate(32_MiB); });
+  EXPECT_TRUE(says(said, "help: use less memory: the host tier is full")) << said;
+}
+
 TEST_F(small_device, retries_that_succeed_are_not_logged) {
   const native_stream other = on->create_stream(device_id{0});
   make("expandable_segments:False");
@@ -297,6 +344,30 @@ TEST(allocator_settings, take_no_memory_each_time_they_change) {
   const std::size_t before = ::mallinfo2().uordblks;
   for (int i = 0; i < 1000; ++i) change();
   EXPECT_LT(::mallinfo2().uordblks, before + 64_KiB);
+}
+
+/// Calls back when a thread's device is put back, which is the last thing that a request does.
+class parting_driver final : public forwarding_driver {
+ public:
+  using forwarding_driver::forwarding_driver;
+  void set_current_device(std::optional<device_id> device) override {
+    forwarding_driver::set_current_device(device);
+    if (!device && then) std::exchange(then, nullptr)();
+  }
+  std::function<void()> then;
+};
+
+TEST(allocator_backends, count_what_is_allocated_once) {
+  const auto on =
+      std::make_shared<parting_driver>(host_driver::make({.devices = 1, .device_bytes = 64_MiB}));
+  caching_allocator allocator(
+      on, device_id{0}, parse_options("backend:cudaMallocAsync,per_process_memory_fraction:0.125"));
+  void* other = nullptr;
+  on->then = [&] { other = allocator.allocate(4_MiB); };  // as another thread may
+  void* const one = allocator.allocate(4_MiB);
+  EXPECT_NE(other, nullptr) << "8 MiB are allowed";
+  allocator.free(one);
+  allocator.free(other);
 }
 
 TEST(allocator_pools, leave_no_records_of_blocks) {

@@ -14,6 +14,7 @@
 #include <future>
 #include <map>
 #include <memory>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -73,6 +74,51 @@ TEST(allocator_waits, for_one_event_where_that_is_enough) {
     }
     for (native_stream each : users) on->destroy_stream(each);
   }
+}
+
+TEST(allocator_waits, for_blocks_of_pools_that_help_out_too) {
+  for (const char* const config : {"", ",recycle_handles:never"}) {
+    const auto on =
+        std::make_shared<waiting_driver>(host_driver::make({.devices = 1, .device_bytes = 20_MiB}));
+    const native_stream user = on->create_stream({0});
+    {
+      caching_allocator allocator(on, device_id{0},
+                                  parse_options(std::string("expandable_segments:False") + config));
+      const pool_id helper = allocator.create_pool({.use_on_oom = true});
+      allocator.begin_allocate_to_pool(helper);
+      void* const lent = allocator.allocate(8_MiB);
+      void* const live = allocator.allocate(8_MiB);
+      allocator.end_allocate_to_pool(helper);
+      on->gates[user] = std::make_unique<stream_gate>(*on, user);
+      allocator.record_stream(lent, user);
+      allocator.free(lent);
+      EXPECT_EQ(allocator.allocate(7_MiB), lent);
+      EXPECT_EQ(allocator.statistics().num_alloc_retries, 0);
+      for (void* each : {lent, live}) allocator.free(each);
+    }
+    on->destroy_stream(user);
+  }
+}
+
+TEST(allocator_waits, for_a_block_that_more_memory_makes_large_enough) {
+  const auto on =
+      std::make_shared<waiting_driver>(host_driver::make({.devices = 1, .device_bytes = 32_MiB}));
+  const native_stream user = on->create_stream({0});
+  {
+    caching_allocator allocator(
+        on, device_id{0},
+        parse_options("recycle_handles:never,min_handle_size_mb:16,max_handle_size_mb:16"));
+    allocator.free(allocator.allocate(16_MiB));  // on one handle
+    void* const live = allocator.allocate(8_MiB);
+    void* const lent = allocator.allocate(8_MiB);
+    on->gates[user] = std::make_unique<stream_gate>(*on, user);
+    allocator.record_stream(lent, user);
+    allocator.free(lent);
+    void* const block = allocator.allocate(20_MiB);
+    EXPECT_EQ(block, lent) << "and what was made behind it";
+    for (void* each : {live, block}) allocator.free(each);
+  }
+  on->destroy_stream(user);
 }
 
 TEST(allocator_waits, for_all_that_use_its_memory_before_it_goes) {

@@ -123,7 +123,8 @@ class pool_checkpoint;
 
 /// PyTorch's caching allocator for one device, without PyTorch.
 ///
-/// Addresses: a live allocation stays where it is. Multiples of 512.
+/// Addresses: a live allocation stays where it is. Multiples of 512, or of
+///   allocator_options::min_block where that is less.
 /// Units: bytes.
 /// Threads: every member from any thread. Streams of different threads share no lock as long as
 ///   requests are served from what is cached.
@@ -152,7 +153,8 @@ class caching_allocator {
 
   /// Null for 0 bytes. Throws invalid_argument at 1 EiB and above, out_of_memory.
   [[nodiscard]] void* allocate(std::size_t bytes, native_stream stream = nullptr);
-  /// Null is ignored. Throws invalid_argument naming a pointer that is not a live allocation.
+  /// Null is ignored. Throws invalid_argument naming a pointer that is not a live allocation; with
+  /// the other backends unsupported while a stream that uses it is being captured.
   void free(void* at);
   /// At this very address, which must be free, backed, of this stream and of the pool that the
   /// request would use, a multiple of 512, and with no_split where a free block begins. Null when
@@ -221,9 +223,9 @@ class caching_allocator {
 
   // --- graph capture --------------------------------------------------------------------------
 
-  /// A capture that allocates from `pool`, not the default one, begins or has ended. Between the
-  /// two, frees of blocks that other streams used are deferred, unless their reuse is proved by the
-  /// capture itself (graph_capture_record_stream_reuse).
+  /// A capture that allocates from `pool`, not the default one nor one that was released, begins or
+  /// has ended. Between the two, frees of blocks that other streams used are deferred, unless their
+  /// reuse is proved by the capture itself (graph_capture_record_stream_reuse).
   void begin_capture(pool_id pool);
   void end_capture(pool_id pool);
   std::shared_ptr<const pool_checkpoint> checkpoint(pool_id pool);
