@@ -20,6 +20,9 @@ namespace evmm {
 
 struct symmetric_channel::state {
   state(symmetric_region& over, const channel_options& options);
+  state(const state&) = delete;
+  state& operator=(const state&) = delete;
+  ~state() { end_engine(false); }
 
   using word = channel_word;
 
@@ -50,6 +53,8 @@ struct symmetric_channel::state {
   void all_to_all_v(std::span<const outgoing_block> out, std::span<const incoming_block> in,
                     native_stream stream);
   void close();
+  /// Unless all ranks closed the channel, what this one sent may be under way still.
+  void end_engine(bool everywhere) noexcept;
   channel_statistics statistics() const;
 
   /// One of the channel's own words in the part of `of`, which ranks of this node reach.

@@ -91,6 +91,7 @@ symmetric_channel::state::state(symmetric_region& over, const channel_options& o
     link = nullptr;
   } else if (link == nullptr) {
     link = ranks.make_link();
+    holds.emplace(link);
   }
   if (link != nullptr) {
     counts.link = link->name();
@@ -150,7 +151,7 @@ void symmetric_channel::state::close() {
     failure = std::current_exception();
   }
   counts = statistics();
-  engine.reset();
+  end_engine(failure == nullptr);
   if (failure == nullptr && transfers != nullptr) {  // so it is on all ranks
     try {
       transfers->close();
@@ -164,6 +165,13 @@ void symmetric_channel::state::close() {
   holds.reset();
   link.reset();
   if (failure != nullptr) std::rethrow_exception(failure);
+}
+
+void symmetric_channel::state::end_engine(bool everywhere) noexcept {
+  if (!engine) return;
+  engine->stop();
+  if (holds && !everywhere && engine->mail()->messages_sent() > 0) holds->leave_behind();
+  engine.reset();
 }
 
 // --- checks -------------------------------------------------------------------------------------
