@@ -216,6 +216,15 @@ void wrong_calls_are_refused_with_value_and_limit(const rank_context& at) {
   std::vector<std::byte> room(16);
   says([&] { b.channel.get({-1}, 0, room, b.stream); }, "no rank -1");
   says([&] { b.channel.all_to_all_v({}, {}, b.stream); }, "0 blocks out and 0 in");
+  b.region.discard(contents::drop, {}, 1, 1);
+  const std::size_t gone = size - at.granule();
+  const std::string unbacked = std::to_string(at.granule()) + " bytes at offset " +
+                               std::to_string(gone) + " of the region are discarded";
+  says([&] { b.channel.put({0}, size - 16, b.part(0, 16), b.stream); }, unbacked);
+  says([&] { b.channel.get({b.ranks() - 1}, gone - 8, room, b.stream); }, unbacked);
+  says([&] { b.channel.signal({0}, {gone, 1}, b.stream); }, unbacked);
+  b.region.restore();
+  b.channel.put({b.me()}, size - 16, b.part(0, 16), b.stream);
   b.channel.barrier(b.stream);  // refusals break nothing
   b.channel.synchronize(b.stream);
   b.channel.close();
