@@ -39,13 +39,18 @@ channel_engine::channel_engine(driver& on, std::shared_ptr<node_link> link,
   }
 }
 
-channel_engine::~channel_engine() {
+void channel_engine::stop() noexcept {
+  if (!thread_.joinable()) return;
   {
     const std::lock_guard lock(mutex_);
     stop_ = true;
     changed_.notify_one();
   }
   thread_.join();
+}
+
+channel_engine::~channel_engine() {
+  stop();
   // Its stores go to memory that may be unmapped next.
   log_failure("waiting for a channel's stream", [&] { on_.synchronize(rescue_stream_); });
   log_failure("destroying a channel's stream", [&] { on_.destroy_stream(rescue_stream_); });

@@ -38,8 +38,10 @@ class channel_engine {
                  const courier::settings& how);
   channel_engine(const channel_engine&) = delete;
   channel_engine& operator=(const channel_engine&) = delete;
-  /// Stops where it stands. What streams still wait for is let go.
   ~channel_engine();
+  /// Stops where it stands. What streams still wait for is let go. Nothing else may be called
+  /// afterwards, but mail().
+  void stop() noexcept;
 
   /// How long peers may take from now on.
   void set_patience(milliseconds patience) { patience_ = patience; }

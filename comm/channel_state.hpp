@@ -20,6 +20,9 @@ namespace evmm {
 
 struct symmetric_channel::state {
   state(symmetric_region& over, const channel_options& options);
+  state(const state&) = delete;
+  state& operator=(const state&) = delete;
+  ~state() { end_engine(false); }
 
   using word = channel_word;
 
@@ -49,7 +52,11 @@ struct symmetric_channel::state {
   void barrier(native_stream stream);
   void all_to_all_v(std::span<const outgoing_block> out, std::span<const incoming_block> in,
                     native_stream stream);
+  /// Reads what a change of the region leaves, the same on all ranks.
+  void look_at_region();
   void close();
+  /// Unless all ranks closed the channel, what this one sent may be under way still.
+  void end_engine(bool everywhere) noexcept;
   channel_statistics statistics() const;
 
   /// One of the channel's own words in the part of `of`, which ranks of this node reach.
@@ -87,6 +94,7 @@ struct symmetric_channel::state {
   std::shared_ptr<large_transfers> transfers;  ///< null where messages carry large puts and gets
   std::optional<symmetric_region> control;
   own_parts own;
+  std::vector<segment> discarded;
   observer_subscription follows;
   std::optional<channel_engine> engine;  ///< goes first
   channel_statistics counts;

@@ -267,9 +267,7 @@ struct handle_exchange::state {
 
 handle_exchange::handle_exchange(std::shared_ptr<bootstrap> ranks, std::shared_ptr<driver> on)
     : state_(std::make_unique<state>()) {
-  if (ranks == nullptr || on == nullptr) {
-    throw invalid_argument("a handle exchange without a bootstrap or a driver");
-  }
+  if (ranks == nullptr) throw invalid_argument("a handle exchange without a bootstrap");
   state_->ranks = std::move(ranks);
   state_->on = std::move(on);
   auto& job = *state_->ranks;
@@ -279,6 +277,7 @@ handle_exchange::handle_exchange(std::shared_ptr<bootstrap> ranks, std::shared_p
   listening_socket listening;
   job_secret secret{};
   try {
+    if (state_->on == nullptr) throw invalid_argument("a handle exchange without a driver");
     const auto info = state_->on->info();
     if (!info.fd_sharing) {
       throw unsupported(fmt::format("the {} driver cannot share memory by descriptor", info.name));

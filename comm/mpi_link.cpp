@@ -47,13 +47,14 @@ class mpi_link final : public node_link {
   mpi_link(MPI_Comm parent, std::chrono::milliseconds timeout)
       : communicator_(mpi::duplicate(parent, timeout)) {}
 
-  /// Local in Open MPI. A communicator with requests under way is left to the process.
+  /// Local in Open MPI, which gives a communicator's number to the next, and with it messages that
+  /// come late: one with any under way is left to the process.
   ~mpi_link() override {
     if (!mpi::usable()) return;
-    if (requests_.empty()) {
-      MPI_Comm_free(&communicator_);
-    } else {
+    if (!requests_.empty()) {
       mpi::mark_lost();
+    } else if (!left_behind()) {
+      MPI_Comm_free(&communicator_);
     }
   }
 

@@ -80,7 +80,9 @@ class nccl_communicator::state::stride_setting {
 nccl_communicator::state::state(std::shared_ptr<bootstrap> ranks_given,
                                 std::shared_ptr<driver> driver_given)
     : ranks(std::move(ranks_given)), on(std::move(driver_given)), api(load_nccl().api) {
+  if (ranks == nullptr) throw invalid_argument("an NCCL communicator without a bootstrap");
   agree_on(*ranks, "nccl_communicator: library", [&] {
+    if (on == nullptr) throw invalid_argument("an NCCL communicator without a driver");
     library = usable_library().path;
     call("ncclGetVersion", api.get_version(&version));
   });

@@ -157,9 +157,14 @@ void nccl_follower::register_all(const region_part& part) {
       on_->check_usable();
       check_no_capture({});
     });
-    const std::vector<planned_piece> planned = plan(part);
-    // Windows go by and by: one rank may still have what another let go.
-    agree_on(*on_->ranks, name() + ": room", [&] { check_room(planned); });
+    const std::vector<std::vector<segment>> of_ranks = gather_segments(part);
+    std::vector<planned_piece> planned;
+    // What one rank alone refuses: its environment may differ, and windows go by and by, so that it
+    // may still have what another let go.
+    agree_on(*on_->ranks, name() + ": plan", [&] {
+      planned = plan_windows(*on_, range_, kind_, of_ranks);
+      check_room(planned);
+    });
     agree_on(*on_->ranks, name() + ": register", [&] { register_missing(planned, part); });
   } catch (const std::exception& failure) {
     // A call that failed on one rank leaves NCCL out of step on all.
@@ -169,13 +174,13 @@ void nccl_follower::register_all(const region_part& part) {
   }
 }
 
-std::vector<planned_piece> nccl_follower::plan(const region_part& part) const {
+std::vector<std::vector<segment>> nccl_follower::gather_segments(const region_part& part) const {
   std::vector<std::vector<segment>> of_ranks;
   for (const byte_vector& bytes :
        on_->ranks->all_gather(pack(part.segments), name() + ": segments")) {
     of_ranks.push_back(unpack(bytes, of_ranks.size()));
   }
-  return plan_windows(*on_, range_, kind_, of_ranks);
+  return of_ranks;
 }
 
 void nccl_follower::check_room(const std::vector<planned_piece>& planned) const {

@@ -50,7 +50,8 @@ class nccl_follower {
   /// Registers what is not, and lets go of what is not wanted any more. Collective. When it throws,
   /// nothing is registered.
   void register_all(const region_part& part);
-  std::vector<planned_piece> plan(const region_part& part) const;
+  /// By rank. Collective.
+  std::vector<std::vector<segment>> gather_segments(const region_part& part) const;
   void register_missing(const std::vector<planned_piece>& planned, const region_part& part);
   void* make(const planned_piece& next, address base);
   void check_room(const std::vector<planned_piece>& planned) const;

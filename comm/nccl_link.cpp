@@ -65,6 +65,9 @@ class nccl_link final : public node_link {
         messages_(std::move(messages)),
         holds_(messages_),
         options_(options) {}
+  ~nccl_link() override {
+    if (left_behind()) holds_.leave_behind();
+  }
 
   std::string name() const override { return "nccl and " + messages_->name(); }
   transfer send(rank_id to, std::span<const std::byte> message) override {

@@ -91,6 +91,7 @@ symmetric_channel::state::state(symmetric_region& over, const channel_options& o
     link = nullptr;
   } else if (link == nullptr) {
     link = ranks.make_link();
+    holds.emplace(link);
   }
   if (link != nullptr) {
     counts.link = link->name();
@@ -112,10 +113,8 @@ symmetric_channel::state::state(symmetric_region& over, const channel_options& o
   });
   agree_on(ranks, "symmetric_channel: start", [&] {
     own.data.base = reinterpret_cast<address>(region.local());
-    own.data.size = region.size();
-    follows = region.observe({.after_change = [this](const region_change&) {
-      own.data.size.store(region.size(), std::memory_order_release);
-    }});
+    look_at_region();
+    follows = region.observe({.after_change = [this](const region_change&) { look_at_region(); }});
     engine.emplace(on, link, transfers, own,
                    courier::settings{region.device(), options.chunk_bytes, options.chunks});
     engine->set_patience(ranks.timeout());
@@ -150,7 +149,7 @@ void symmetric_channel::state::close() {
     failure = std::current_exception();
   }
   counts = statistics();
-  engine.reset();
+  end_engine(failure == nullptr);
   if (failure == nullptr && transfers != nullptr) {  // so it is on all ranks
     try {
       transfers->close();
@@ -164,6 +163,20 @@ void symmetric_channel::state::close() {
   holds.reset();
   link.reset();
   if (failure != nullptr) std::rethrow_exception(failure);
+}
+
+void symmetric_channel::state::end_engine(bool everywhere) noexcept {
+  if (!engine) return;
+  engine->stop();
+  if (holds && !everywhere && engine->mail()->messages_sent() > 0) holds->leave_behind();
+  engine.reset();
+}
+
+void symmetric_channel::state::look_at_region() {
+  own.data.size.store(region.size(), std::memory_order_release);
+  discarded = region.segments(me());
+  std::erase_if(discarded,
+                [](const segment& each) { return each.state != segment_state::discarded; });
 }
 
 // --- checks -------------------------------------------------------------------------------------
@@ -201,11 +214,19 @@ void symmetric_channel::state::check_rank(rank_id rank) const {
 void symmetric_channel::state::check_span(std::string_view what, std::size_t offset,
                                           std::size_t bytes) const {
   const std::size_t backed = region.size();
-  if (bytes <= backed && offset <= backed - bytes) return;
-  throw invalid_argument(fmt::format("{}: {} bytes at offset {} end beyond the {} bytes that the "
-                                     "region has on each rank",
-                                     what, bytes, offset, backed),
-                         "grow the region on all ranks first");
+  if (bytes > backed || offset > backed - bytes) {
+    throw invalid_argument(fmt::format("{}: {} bytes at offset {} end beyond the {} bytes that the "
+                                       "region has on each rank",
+                                       what, bytes, offset, backed),
+                           "grow the region on all ranks first");
+  }
+  for (const segment& gone : discarded) {
+    if (offset >= gone.offset + gone.bytes || gone.offset >= offset + bytes) continue;
+    throw invalid_argument(fmt::format("{}: {} bytes at offset {}, where {} bytes at offset {} of "
+                                       "the region are discarded",
+                                       what, bytes, offset, gone.bytes, gone.offset),
+                           "restore() the region on all ranks first");
+  }
 }
 
 void symmetric_channel::state::check_memory(std::string_view what, address at,

@@ -36,8 +36,8 @@ bool joins(const nccl_communicator::state& on, const nccl_range& range, nccl_kin
 
 /// Which pieces to register so that `range` is in them, from the segments of every rank: one piece
 /// where several segments go into one window, else one for each. Each starts where a
-/// segment does. The same on all ranks, also what it throws: invalid_argument for a range that is
-/// not backed, unsupported for what this NCCL cannot register.
+/// segment does. The same on all ranks. Throws invalid_argument for a range that is not backed, and
+/// unsupported for what this NCCL cannot register, which a rank's environment may forbid alone.
 std::vector<planned_piece> plan_windows(const nccl_communicator::state& on, const nccl_range& range,
                                         nccl_kind kind,
                                         const std::vector<std::vector<segment>>& of_ranks);

@@ -4,17 +4,30 @@
 #include "tests/mpi/mpi_main.hpp"
 #include "tests/support/fake_nccl.hpp"
 #include "tests/support/nccl_cases.hpp"
+#include "tests/support/scoped_variable.hpp"
+#include "tests/support/thread_ranks.hpp"
 
+#include <evmm/comm/nccl_communicator.hpp>
+#include <evmm/comm/nccl_window.hpp>
+#include <evmm/comm/symmetric_region.hpp>
 #include <evmm/driver.hpp>
+#include <evmm/units.hpp>
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <optional>
 #include <string>
 
 #include <dlfcn.h>
 
 namespace evmm::test {
 namespace {
+
+using namespace evmm::units;
+using testing::AllOf;
+using testing::HasSubstr;
+using testing::StartsWith;
 
 /// What the fake NCCL has left, where that is the one that was found.
 void expect_nothing_left() {
@@ -46,6 +59,29 @@ TEST_P(nccl_processes, holds) {
       {.ranks = world(), .on = on, .device = {world()->node_rank() % on->device_count()}});
   world()->barrier("test: done");
   expect_nothing_left();
+}
+
+/// NCCL goes by each process's own environment.
+TEST(nccl_environment, of_one_rank_that_forbids_a_window_forbids_it_on_all) {
+  if (environment("EVMM_DRIVER") == "cuda" || !load_nccl().why_not.empty()) return;
+  const auto on = default_driver();
+  const device_id device{world()->node_rank() % on->device_count()};
+  symmetric_region region(world(), on, {.device = device, .reserve = 8_MiB});
+  region.grow(tier::device, 2_MiB);
+  region.grow(tier::host, 2_MiB);
+  nccl_communicator nccl(world(), on, {.device = device});
+  if (!nccl.why_not(nccl_ability::host_segments).empty()) return;
+  const int last = world()->size() - 1;
+  {
+    std::optional<scoped_variable> forbidden;
+    if (world()->rank() == rank_id{last}) forbidden.emplace("NCCL_ELASTIC_BUFFER_REGISTER", "0");
+    const std::string said = thrown_by_all(*world(), [&] { nccl_window(nccl, region); });
+    EXPECT_THAT(said, AllOf(StartsWith("unsupported: rank " + std::to_string(last) + ": segment 1"),
+                            HasSubstr("NCCL_ELASTIC_BUFFER_REGISTER=0 forbids")));
+  }
+  EXPECT_EQ(thrown_by_all(*world(), [&] { nccl_window(nccl, region); }), "");
+  nccl.close();
+  region.close();
 }
 
 INSTANTIATE_TEST_SUITE_P(windows, nccl_processes, ::testing::ValuesIn(nccl_cases()),

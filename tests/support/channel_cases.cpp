@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <functional>
+#include <optional>
 
 namespace evmm::test {
 
@@ -215,6 +216,15 @@ void wrong_calls_are_refused_with_value_and_limit(const rank_context& at) {
   std::vector<std::byte> room(16);
   says([&] { b.channel.get({-1}, 0, room, b.stream); }, "no rank -1");
   says([&] { b.channel.all_to_all_v({}, {}, b.stream); }, "0 blocks out and 0 in");
+  b.region.discard(contents::drop, {}, 1, 1);
+  const std::size_t gone = size - at.granule();
+  const std::string unbacked = std::to_string(at.granule()) + " bytes at offset " +
+                               std::to_string(gone) + " of the region are discarded";
+  says([&] { b.channel.put({0}, size - 16, b.part(0, 16), b.stream); }, unbacked);
+  says([&] { b.channel.get({b.ranks() - 1}, gone - 8, room, b.stream); }, unbacked);
+  says([&] { b.channel.signal({0}, {gone, 1}, b.stream); }, unbacked);
+  b.region.restore();
+  b.channel.put({b.me()}, size - 16, b.part(0, 16), b.stream);
   b.channel.barrier(b.stream);  // refusals break nothing
   b.channel.synchronize(b.stream);
   b.channel.close();
@@ -227,6 +237,44 @@ void wrong_calls_are_refused_with_value_and_limit(const rank_context& at) {
          "rank 1 gave chunk_bytes 8192");
   }
   b.region.close();
+}
+
+/// A rank that was late sends to one that has given up; then all make another channel.
+void what_nobody_received_is_not_the_next_channels(const rank_context& at) {
+  symmetric_region region = channel_bench::grown_region(at);
+  const native_stream stream = at.on->create_stream(at.device);
+  const rank_id me = at.ranks->rank();
+  const rank_id last{at.ranks->size() - 1};
+  at.on->fill(reinterpret_cast<address>(region.local()), std::byte{0}, 16, stream);
+  at.on->synchronize(stream);
+  std::optional<symmetric_channel> first(std::in_place, region);
+  at.ranks->barrier("test: the first is there");
+  if (me == last) first.reset();
+  at.ranks->barrier("test: the last rank has given up");
+  if (me == rank_id{0} && first) {
+    first->signal(last, {0, 77}, stream);
+    first->synchronize(stream);
+  }
+  const bool directly = region.reachable(last);
+  at.ranks->barrier("test: rank 0 has sent");
+  first.reset();
+  symmetric_channel second(region);
+  if (me == rank_id{0}) second.signal(last, {8, 1}, stream);
+  if (me == last) second.wait_signal({0}, {8, 1}, stream);
+  second.synchronize(stream);
+  second.close();
+  std::array<std::uint64_t, 2> words{};
+  at.on->copy(reinterpret_cast<address>(words.data()), reinterpret_cast<address>(region.local()),
+              sizeof words, stream);
+  at.on->synchronize(stream);
+  if (me == last) {
+    if (!directly) {
+      EXPECT_EQ(words[0], 0u) << "what the first channel sent";
+    }
+    EXPECT_EQ(words[1], 1u);
+  }
+  at.on->destroy_stream(stream);
+  region.close();
 }
 
 }  // namespace
@@ -242,6 +290,7 @@ const std::vector<symmetric_case>& channel_cases() {
       EVMM_CASE(random_traffic_arrives_byte_for_byte),
       EVMM_CASE(goes_on_while_the_region_changes),
       EVMM_CASE(wrong_calls_are_refused_with_value_and_limit),
+      EVMM_CASE(what_nobody_received_is_not_the_next_channels),
   };
 #undef EVMM_CASE
   return all;

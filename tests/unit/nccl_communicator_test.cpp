@@ -34,6 +34,20 @@ TEST(nccl_communicator, tells_what_was_found_and_what_it_can) {
   });
 }
 
+TEST(nccl_communicator, without_a_bootstrap_or_a_driver_is_refused) {
+  const nccl_fixture fake({.version = 23007});
+  run_nccl_ranks(2, [](const rank_context& at) {
+    EXPECT_THAT(thrown_by([&] { nccl_communicator(nullptr, at.on); }),
+                HasSubstr("without a bootstrap"));
+    EXPECT_THAT(thrown_by_all(*at.ranks,
+                              [&] {
+                                const bool has_one = at.ranks->rank() == rank_id{0};
+                                nccl_communicator(at.ranks, has_one ? at.on : nullptr);
+                              }),
+                StartsWith("invalid_argument: rank 1: an NCCL communicator without a driver"));
+  });
+}
+
 TEST(nccl_communicator, every_ability_has_a_name_and_a_version) {
   for (const auto ability :
        {nccl_ability::user_buffers, nccl_ability::windows, nccl_ability::several_segments,

@@ -453,6 +453,15 @@ TEST(symmetric_channel, a_link_carries_one_channel_at_a_time) {
     at.ranks->barrier("test: refused");
     next.reset();
     EXPECT_EQ(refused(), "") << "one that is gone has it no more";
+    next.emplace(second, options);
+    const native_stream stream = at.on->create_stream(at.device);
+    next->signal({1 - at.ranks->rank().value}, {0, 1}, stream);
+    next->synchronize(stream);
+    next.reset();
+    at.on->destroy_stream(stream);
+    const std::string said = refused();
+    EXPECT_NE(said.find("was by a channel that sent and was not closed"), std::string::npos)
+        << said;
   });
 }
 

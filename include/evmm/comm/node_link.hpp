@@ -94,7 +94,8 @@ class large_transfers {
 };
 
 /// Moves bytes between ranks of different nodes, for one symmetric_channel at a time: over MPI,
-/// between threads of one process, or over whatever else implements it.
+/// between threads of one process, or over whatever else implements it. A channel that sent and was
+/// not closed is its last: messages may be under way still, and would come to the next one.
 ///
 /// What must be there: messages. Those from one rank to another arrive in the order in which they
 ///   were sent, and progress when either side calls anything here.
@@ -138,6 +139,10 @@ class node_link {
   /// Collective: what takes large puts and gets, on all ranks or none. Null where messages do.
   virtual std::unique_ptr<large_transfers> make_large_transfers(device_id device);
 
+ protected:
+  /// Of a link that goes: whether messages may still be under way to other ranks.
+  bool left_behind() const noexcept { return held_; }
+
  private:
   friend class link_hold;
   std::atomic<bool> held_ = false;
@@ -151,9 +156,12 @@ class link_hold {
   link_hold(const link_hold&) = delete;
   link_hold& operator=(const link_hold&) = delete;
   ~link_hold();
+  /// What was sent may be under way still: nobody has it again.
+  void leave_behind() noexcept { left_behind_ = true; }
 
  private:
   std::shared_ptr<node_link> link_;
+  bool left_behind_ = false;
 };
 
 }  // namespace evmm
