@@ -44,12 +44,11 @@ std::size_t room_of(const std::vector<heap_status>& ranks_now, tier kind) {
 
 /// What gives a tier more room on the rank that has least.
 const char* more_room(const std::vector<heap_status>& ranks_now, tier kind) {
-  const heap_status& least = ranks_now[tightest(ranks_now, kind)];
-  if (kind == tier::device) {
-    return least.device_full ? "free what else takes the device's memory" : "raise device_limit";
+  const bool limited = ranks_now[tightest(ranks_now, kind)].limited[index_of(kind)];
+  if (kind == tier::host) {
+    return limited ? "raise host_limit" : "free what else takes the host's memory";
   }
-  const bool limited = least.room[index_of(kind)] < static_cast<std::size_t>(-1) / 2;
-  return limited ? "raise host_limit" : "free what else takes the host's memory";
+  return limited ? "raise device_limit" : "free what else takes the device's memory";
 }
 
 }  // namespace
@@ -109,7 +108,8 @@ std::vector<heap_status> symmetric_heap::state::meet() {
                          .room = {std::min(device_free, device_allowed),
                                   left(options.host_limit, segment_bytes(tier::host))},
                          .asked = asked,
-                         .device_full = device_free < device_allowed};
+                         .limited = {device_allowed <= device_free,
+                                     options.host_limit != symmetric_heap_options().host_limit}};
   auto all = region.ranks().all_gather_value(mine, "symmetric_heap: meet");
   std::vector<call_state> states;
   for (const heap_status& of : all) states.push_back(of.calls);

@@ -27,7 +27,7 @@ struct heap_status {
   call_state calls;
   std::array<std::size_t, 2> room;   ///< by tier: bytes that the heap may take
   std::array<std::size_t, 2> asked;  ///< by tier: request_growth()
-  bool device_full;                  ///< the device has less than device_limit allows
+  std::array<bool, 2> limited;       ///< by tier: by its limit, not by what there is
 };
 
 /// The heap behind its public face.

@@ -321,8 +321,9 @@ caching_allocator::state::taken caching_allocator::state::find_memory(
       if (block* const found = one == &from ? try_free() : extend(from, size, terms, held)) {
         return {&from, found};
       }
-      if (const taken found = take_from_pools(from, size, held); found.what != nullptr)
+      if (const taken found = take_from_pools(from, size, held); found.what != nullptr) {
         return found;
+      }
     }
     // 7. Memory of other streams, behind their work; then whatever is cached anywhere.
     if (!std::exchange(retried, true)) {
