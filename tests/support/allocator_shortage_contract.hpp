@@ -27,6 +27,19 @@ class allocator_shortage_contract : public allocator_contract {
     }
     return bytes;
   }
+  /// A pool that helps out, with 20 MiB of the default stream cached.
+  struct helper {
+    pool_id pool;
+    void* cached;
+  };
+  helper make_helper() {
+    const pool_id pool = allocator->create_pool({.use_on_oom = true});
+    allocator->begin_allocate_to_pool(pool);
+    void* const cached = allocator->allocate(20_MiB);
+    allocator->free(cached);
+    allocator->end_allocate_to_pool(pool);
+    return {pool, cached};
+  }
 };
 
 TEST_P(allocator_shortage_contract, whoever_offers_may_free_something) {
@@ -155,15 +168,11 @@ TEST_P(allocator_shortage_contract, garbage_of_small_expandable_and_private_pool
 TEST_P(allocator_shortage_contract, pools_that_help_out_serve_the_default_pool) {
   make(k_segments);
   allow(20_MiB);
-  const pool_id helper = allocator->create_pool({.use_on_oom = true});
-  allocator->begin_allocate_to_pool(helper);
-  void* const cached = allocator->allocate(20_MiB);
-  allocator->free(cached);
-  allocator->end_allocate_to_pool(helper);
+  const helper with = make_helper();
   void* const block = allocator->allocate(15_MiB);
-  EXPECT_EQ(block, cached);
+  EXPECT_EQ(block, with.cached);
   EXPECT_EQ(allocator->statistics().num_alloc_retries, 0);
-  EXPECT_TRUE(allocator->live_allocations_are(helper, {block}));
+  EXPECT_TRUE(allocator->live_allocations_are(with.pool, {block}));
   allocator->free(block);
 }
 
@@ -368,13 +377,10 @@ TEST_P(allocator_shortage_contract, throw_on_oom_counts_the_whole_segment) {
 TEST_P(allocator_shortage_contract, throw_on_oom_lets_pools_help_out) {
   make("throw_on_cudamalloc_oom:True,expandable_segments:False");
   allow(20_MiB);
-  const pool_id helper = allocator->create_pool({.use_on_oom = true});
-  allocator->begin_allocate_to_pool(helper);
-  void* const cached = allocator->allocate(20_MiB);
-  allocator->free(cached);
-  allocator->end_allocate_to_pool(helper);
+  const helper with = make_helper();
   void* const block = allocator->allocate(15_MiB);
-  EXPECT_EQ(block, cached);
+  EXPECT_EQ(block, with.cached);
+  EXPECT_TRUE(allocator->live_allocations_are(with.pool, {block}));
   EXPECT_EQ(allocator->statistics().num_oom_rejections, 0);
   allocator->free(block);
 }

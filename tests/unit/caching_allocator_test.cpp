@@ -2,6 +2,7 @@
 #include "tests/support/allocator_backend_contract.hpp"
 #include "tests/support/allocator_call_contract.hpp"
 #include "tests/support/allocator_capture_contract.hpp"
+#include "tests/support/allocator_checkpoint_contract.hpp"
 #include "tests/support/allocator_expandable_contract.hpp"
 #include "tests/support/allocator_history_contract.hpp"
 #include "tests/support/allocator_pool_contract.hpp"
@@ -25,6 +26,7 @@ const auto k_name = [](const auto& info) { return info.param.name; };
 INSTANTIATE_TEST_SUITE_P(drivers, allocator_backend_contract, ::testing::Values(k_host), k_name);
 INSTANTIATE_TEST_SUITE_P(drivers, allocator_call_contract, ::testing::Values(k_host), k_name);
 INSTANTIATE_TEST_SUITE_P(drivers, allocator_capture_contract, ::testing::Values(k_host), k_name);
+INSTANTIATE_TEST_SUITE_P(drivers, allocator_checkpoint_contract, ::testing::Values(k_host), k_name);
 INSTANTIATE_TEST_SUITE_P(drivers, allocator_expandable_contract, ::testing::Values(k_host), k_name);
 INSTANTIATE_TEST_SUITE_P(drivers, allocator_history_contract, ::testing::Values(k_host), k_name);
 INSTANTIATE_TEST_SUITE_P(drivers, allocator_pool_contract, ::testing::Values(k_host), k_name);
