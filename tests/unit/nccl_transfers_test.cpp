@@ -291,16 +291,22 @@ TEST(large_transfers, a_get_that_nobody_sends_names_its_rank) {
       StartsWith("timed_out: rank 1 did not answer a get of 97.7 KiB within 0.3 s"));
 }
 
+/// Of a sender: it has asked. Of a receiver: it has begun to receive, and told who asked.
+void wait_until_it_spoke(const channel_bench& of) {
+  while (of.channel.statistics().link_messages == 0) std::this_thread::yield();
+}
+
 TEST(large_transfers, one_that_asked_to_send_and_is_gone_is_named) {
   expect_loss(
       {.deaf = 1},
       [](channel_bench& b) {
+        wait_until_it_spoke(b);
         b.channel.wait_signal({1}, {2_MiB, 1}, b.stream);
       },
       [](auto& b) {
         // It asks, and rank 0 begins to receive, but nothing is sent.
         b->channel.put({0}, 0, b->part(0, 100'000), b->stream);
-        while (b->channel.statistics().link_messages == 0) std::this_thread::yield();
+        wait_until_it_spoke(*b);
         b.reset();
       },
       StartsWith("timed_out: rank 1 did not send 39.1 KiB within 0.3 s"));
@@ -309,10 +315,14 @@ TEST(large_transfers, one_that_asked_to_send_and_is_gone_is_named) {
 TEST(large_transfers, who_is_in_line_behind_one_that_is_gone_is_not_blamed) {
   std::vector<std::byte> into(100'000);
   expect_loss(
-      {.hosts = "abc", .deaf = 1}, [&](channel_bench& b) { b.channel.get({2}, 0, into, b.stream); },
+      {.hosts = "abc", .deaf = 1},
+      [&](channel_bench& b) {
+        wait_until_it_spoke(b);
+        b.channel.get({2}, 0, into, b.stream);
+      },
       [](auto& b) {
         b->channel.put({0}, 0, b->part(0, 100'000), b->stream);
-        while (b->channel.statistics().link_messages == 0) std::this_thread::yield();
+        wait_until_it_spoke(*b);
         b.reset();
       },
       StartsWith("timed_out: rank 1 did not send 39.1 KiB within 0.3 s"));
